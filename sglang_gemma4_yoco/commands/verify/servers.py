@@ -165,21 +165,17 @@ def check_switch(
     """
     forwards = server.forwards() - Counter(since)
     cut = not counters.CUT.isdisjoint(forwards)
-    is_active, reasons = False, dict[str, None]()  # each reason once
-    for state in server.states():
-        entry = state.get(status.ENTRY, {"active": False, "reason": status.NO_ENTRY})
-        is_active = is_active or entry["active"]
-        if entry["reason"]:
-            reasons[entry["reason"]] = None
-    if server.fast:
-        if cut:
-            return forwards
+    none = {"active": False, "reason": status.NO_ENTRY}
+    entries = [state.get(status.ENTRY, none) for state in server.states()]
+    is_active = any(entry["active"] for entry in entries)
+    if server.fast and not cut:
+        reasons = dict.fromkeys(entry["reason"] for entry in entries if entry["reason"])
         why = "; ".join(reasons or forwards) or "it gives no reason"
         wrong = f"{server.name}: the fast path was NOT active ({why})"
-    else:
-        if not cut and not is_active:
-            return forwards
+    elif not server.fast and (cut or is_active):
         wrong = f"{server.name}: the fast path was active"
+    else:
+        return forwards
     if during:
         wrong += f" during {during}"
     lines = "\n".join(server.log_lines("Gemma 4 fast prefill"))
