@@ -29,7 +29,7 @@ _LEFT, _RIGHT, _BOTTOM, _TOP = 60, 450, 245, 25
 
 
 class Table(NamedTuple):
-    """A table of texts: the first row is its head; numbers begin in the column ``numbers``."""
+    """A table of texts: the first row is its head; on the page, from ``numbers`` on are numbers."""
 
     title: str
     rows: list[list[str]]
@@ -41,9 +41,13 @@ def _tabulate_times(document: Mapping[str, Any]) -> Table:
     for point in document["times"]:
         row = [str(point["tokens"])]
         for way in SERVERS:
-            row.append(str(Times(**point[way])))
+            row.append(_format_times(point[way]))
         rows.append([*row, f"{point['ratio']:.2f}"])
     return Table("Time to first token, seconds: median (20th to 80th percentile)", rows)
+
+
+def _format_times(times: Mapping[str, float]) -> str:
+    return str(Times(**times))
 
 
 def _tabulate_agreement(document: Mapping[str, Any]) -> Table:
@@ -129,11 +133,8 @@ def _align(table: Table) -> list[str]:
     lines = []
     for row in table.rows:
         line = ""
-        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            if number < table.numbers:
-                line += f"  {cell:<{width}}"
-            else:
-                line += f"  {cell:>{width}}"
+        for cell, width in zip(row, widths, strict=True):
+            line += f"  {cell:{width}}"
         lines.append(line.rstrip())
     return lines
 
@@ -145,22 +146,16 @@ def render_page(document: Mapping[str, Any]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    fast = [ways["fast"] for ways in document["agreement"].values()]
-    longest = document["times"][-1]
     return environment.from_string(_TEMPLATE.read_text("utf-8")).render(
         document=document,
         verdict=describe_verdict(document),
         noise=describe_noise(document),
         rule=RULES[document["rule"]],
-        answers=sum(found["answers"] for found in fast),
-        equal=sum(found["equal_answers"] for found in fast),
-        largest=_format_difference(document["max_logprob_diff"]),
         tables=_make_tables(document),
         lists=_make_lists(document),
         servers=SERVERS,
-        longest=longest,
-        show=lambda times: Times(**times),
-        slowest=max(longest[way]["p80"] for way in SERVERS),
+        format_difference=_format_difference,
+        format_times=_format_times,
         **_draw_axes(document["times"]),
     )
 

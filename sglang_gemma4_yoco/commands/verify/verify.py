@@ -269,22 +269,30 @@ def judge(compared: Compared, noise: Collection[Comparison], *, exact: bool) -> 
     return sentences
 
 
-def summarise_times(stock: Found, fast: Found) -> list[dict[str, Any]]:
+def collect_seconds(answers: Answers) -> dict[int, list[float]]:
+    """How long answers took, by the length of their prompts."""
+    seconds: dict[int, list[float]] = defaultdict(list)
+    for prompt, answer in answers:
+        seconds[len(prompt.body["input_ids"])].append(answer.seconds)
+    return seconds
+
+
+def summarise_times(off: Answers, again: Answers, on: Answers) -> list[dict[str, Any]]:
     """The times to first token by prompt length, the shortest first."""
-    rounds = {"off": stock.answers[TIMED], "again": stock.answers[TIMED_AGAIN]}
-    rounds["on"] = fast.answers[TIMED]
-    seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for way, answers in rounds.items():
-        for prompt, answer in answers:
-            seconds[len(prompt.body["input_ids"])][way].append(answer.seconds)
-    points = []
-    for tokens in sorted(seconds):
-        point: dict[str, Any] = {"tokens": tokens}
-        for way, found in seconds[tokens].items():
-            point[way] = asdict(Times.of(found))
+    points: dict[int, dict[str, Any]] = {}
+    for way, answers in {"off": off, "again": again, "on": on}.items():
+        for tokens, seconds in collect_seconds(answers).items():
+            point = points.setdefault(tokens, {"tokens": tokens})
+            point[way] = asdict(Times.of(seconds))
+    for point in points.values():
         point["ratio"] = point["off"]["median"] / point["on"]["median"]
-        points.append(point)
-    return points
+    return [points[tokens] for tokens in sorted(points)]
+
+
+def note_missing_hit(left_out: dict[str, str], answers: Answers) -> None:
+    """Note where no prompt with a shared prefix has hit the prefix cache."""
+    if not any(answer.cached_tokens for prompt, answer in answers if prompt.kind == kinds.PREFIX):
+        left_out.setdefault(kinds.PREFIX, "no hit of the prefix cache, though it is on")
 
 
 def conclude(document: dict[str, Any], stock: Found, fast: Found) -> None:
@@ -298,17 +306,16 @@ def conclude(document: dict[str, Any], stock: Found, fast: Found) -> None:
     unsteady = judge(again, (), exact=True)
     if unsteady:  # what stock does not keep cannot be asked of the fast path
         document["rule"] = "noise floor"
-    noise = [*again.values(), *others.values()]
-    problems = judge(compared, noise, exact=document["rule"] == "exact")
+    noise, exact = [*again.values(), *others.values()], document["rule"] == "exact"
+    problems = judge(compared, noise, exact=exact)
     if failed := sum(forwards[counters.FAILED] for forwards in fast.forwards.values()):
         problems.append(f"{failed} prefills failed on the fast path; see server-on.log")
-    if not any(a.cached_tokens for prompt, a in mine[ALONE] if prompt.kind == kinds.PREFIX):
-        document["left_out"].setdefault(kinds.PREFIX, "no hit of the prefix cache, though it is on")
-    agreement = {}
-    for kind, one in compared.items():
-        agreement[kind] = {"fast": one.figures(), "again": again[kind].figures()}
-        agreement[kind]["stock"] = others.get(kind, Comparison()).figures()
-    times = summarise_times(stock, fast)
+    note_missing_hit(document["left_out"], mine[ALONE])
+    agreement: dict[str, dict[str, Any]] = defaultdict(dict)
+    for way, found in {"fast": compared, "again": again, "stock": others}.items():
+        for kind in compared:
+            agreement[kind][way] = found.get(kind, Comparison()).figures()
+    times = summarise_times(own[TIMED], own[TIMED_AGAIN], mine[TIMED])
     document |= {
         "active": True,
         "agrees": not problems,
