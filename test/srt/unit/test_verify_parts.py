@@ -295,12 +295,9 @@ def test_the_first_screen_has_title_verdict_figures_and_what_was_run() -> None:
     assert [title.text for title in root.iter("title")] == ["Gemma 4 fast prefill: a <model>"]
     order = ["Gemma 4 fast prefill: a <model>", "do NOT agree", "agree."]
     order += ["2.00x", "8 of 8", "0.01", "Model", "Device", "Server flags", "Date"]
-    order += [
-        "Too far from stock",
-        "questions: log-probabilities differ by",
-        "longer than a chunk: a",
-    ]
+    order += ["Too far from stock", "questions: log-probabilities differ by"]
     order += ["prompt length, tokens", "0.400 (0.400\u20110.400)", "itself, in identical batches"]
+    order += ["Not tried", "longer than a chunk: a <reason>"]
     places = [text.index(words) for words in order]
     assert places == sorted(places)
 
@@ -308,6 +305,7 @@ def test_the_first_screen_has_title_verdict_figures_and_what_was_run() -> None:
 def test_the_page_needs_no_network_and_no_script() -> None:
     """Colours are for a light and a dark page."""
     rendered = page.render_page(outcome(0.01))
+    assert rendered.startswith("<!DOCTYPE html>")
     assert not re.search(r"<(script|link|img|iframe|object)\b|\b(src|href|data)=", rendered)
     assert not re.search(r"@import|url\(|https?:", rendered)
     assert "@media (prefers-color-scheme: dark)" in rendered
