@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from sglang_gemma4_yoco.commands.verify.servers import Server
 
 PERCENTILES = (50, 95, 99)
-#: What SGLang logs of a batch: of each prefill, and of one decode step in forty.
+#: What SGLang logs of a batch: of each prefill, that of the benchmark's own first request included,
+#: and of one decode step in forty.
 BATCHES = {
     "requests of a prefill": re.compile(r"Prefill batch\b.*?#new-seq: (\d+)"),
     "tokens of a prefill": re.compile(r"Prefill batch\b.*?#new-token: (\d+)"),

@@ -193,16 +193,16 @@ def make_pair(
     ``together`` they share the memory of one GPU.
     """
     # An idle scheduler spins, and would take a core from the server that is measured.
-    own = [["--device", "cpu", "--sleep-on-idle"]] * 2
+    off, on = ["--device", "cpu", "--sleep-on-idle"], ["--device", "cpu", "--sleep-on-idle"]
     if device != "cpu":
-        own = [["--device", "cuda"]] * 2
+        off, on = ["--device", "cuda"], ["--device", "cuda"]
         if together:
             # Each takes its share of what is free when it starts: half, then nearly all the rest.
-            shares = ("0.45", "0.85")
-            own = [["--device", "cuda", "--mem-fraction-static", share] for share in shares]
-    logs, ports = (folder / "server-off.log", folder / "server-on.log"), find_free_ports(2)
-    stock, fast = (Server(bool(i), [*own[i], *arguments], ports[i], logs[i]) for i in (0, 1))
-    return stock, fast
+            off += ["--mem-fraction-static", "0.45"]
+            on += ["--mem-fraction-static", "0.85"]
+    port, other = find_free_ports(2)
+    stock = Server(False, [*off, *arguments], port, folder / "server-off.log")
+    return stock, Server(True, [*on, *arguments], other, folder / "server-on.log")
 
 
 @contextmanager
