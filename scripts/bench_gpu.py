@@ -64,7 +64,7 @@ COMMANDS = {
         "--requests 3 --prompt 60 --answer 3 --repeats 1",
     ),
     "latency": (
-        "bench_latency.py --rates 2 4 --concurrency 32 --requests 64 --prompt 8192 --answer 150"
+        "bench_latency.py --rates 2 4 8 --concurrency 32 --requests 64 --prompt 8192 --answer 150"
         " --repeats 1 --chunk 8192",
         "--rates 4 --mixed off --requests 3 --prompt 70 --answer 6",
     ),

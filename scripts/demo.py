@@ -71,7 +71,7 @@ def bootstrap(args: argparse.Namespace) -> NoReturn:
 
 def check_environment() -> None:
     """Raise ``SetupError`` for what this interpreter's environment lacks."""
-    names = ("sglang", "sglang_gemma4_yoco", "sglang_gemma4_reference", "rich", "matplotlib")
+    names = ("sglang", "sglang_gemma4_yoco", "sglang_gemma4_reference")
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise SetupError(f"{sys.executable} lacks {missing}: install these, or leave out --no-venv")

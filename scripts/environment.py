@@ -1,7 +1,7 @@
 """The virtual environment of the demo and of the tests, also for a machine without uv.
 
 ``pyproject.toml`` says what is in it. With uv, in an environment of one's own,
-``uv pip install -e '.[verify]' --group dev`` does the same. Standard library only.
+``uv pip install -e . --group dev`` does the same. Standard library only.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def prepare(venv: Path, *, sglang: str = SGLANG_VERSION, group: str = "cpu") -> 
     # Of the newest, pre-releases of SGLang alone.
     release = f"sglang>{SGLANG_VERSION}.dev0" if sglang == "newest" else f"sglang=={sglang}"
     # Editable, so that an environment of last week has the checkout of today.
-    packages = (release, "-e", f"{REPO}[verify]", f"--group={group}")
+    packages = (release, "-e", str(REPO), f"--group={group}")
     if run(find_uv(venv), "pip", "install", "--python", python, *packages):
         return python
     raise SetupError(

@@ -4,10 +4,12 @@
 Serves one model twice, stock and fast, and sends both the same random prompts in turns, with
 SGLang's own ``sglang.benchmark.serving``: at random times (``--rates``, in requests per second), or
 all at once (``--rates inf``). For each rate, with mixed chunks off and on, the times to first token
-and between tokens of all turns are put together. The model is a small random one on the CPU
-platform, in float32; with ``--device cuda`` it is one with dummy weights, in bfloat16.
+and between tokens of all turns are put together: their mean and percentiles. A server that is done
+sooner may put fewer requests into a batch, so the sizes of its batches stand beside them, as SGLang
+logs them. The model is a small random one on the CPU platform, in float32; with ``--device cuda``
+it is one with dummy weights, in bfloat16.
 
-    python scripts/bench/bench_latency.py --rates 0.2 0.35 --repeats 3
+    python scripts/bench/bench_latency.py --rates 0.1 0.2 0.35 --repeats 3
     python scripts/bench/bench_latency.py --device cuda --preset E2B --rates inf \\
         --requests 30 --prompt 7000 --answer 10 --exact
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -42,6 +45,13 @@ if TYPE_CHECKING:
     from sglang_gemma4_yoco.commands.verify.servers import Server
 
 PERCENTILES = (50, 95, 99)
+#: What SGLang logs of a batch: of each prefill, that of the benchmark's own first request included,
+#: and of one decode step in forty.
+BATCHES = {
+    "requests of a prefill": re.compile(r"Prefill batch\b.*?#new-seq: (\d+)"),
+    "tokens of a prefill": re.compile(r"Prefill batch\b.*?#new-token: (\d+)"),
+    "requests of a decode step": re.compile(r"Decode batch\b.*?#running-req: (\d+)"),
+}
 
 
 def send(server: Server, rate: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -57,36 +67,63 @@ def send(server: Server, rate: float, seed: int, args: argparse.Namespace) -> di
         options += f" --max-concurrency {args.concurrency}"
     command = [sys.executable, "-m", "sglang.benchmark.serving", *shlex.split(options)]
     env = os.environ | {"NO_PROXY": "127.0.0.1,localhost"}
+    before = len(server.log())
     with log.open("w") as printed:
         done = subprocess.run(command, stdout=printed, stderr=subprocess.STDOUT, env=env)
     if done.returncode or not output.exists():
         raise SetupError("sglang.benchmark.serving failed; its log says why.", log)
     document: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
+    document["batches"] = batch_sizes(server.log()[before:])
     if any(document["errors"]) or document["completed"] != args.requests:
         raise SetupError(f"only {document['completed']} requests were answered; see {output}")
     return document
 
 
 def summed_up(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Percentiles over all requests of some runs, in milliseconds; what else each run has taken."""
+    """Times of all requests of some runs, in milliseconds; what else each run has taken."""
     first = list(chain.from_iterable(run["ttfts"] for run in runs))
     of_requests = chain.from_iterable(run["itls"] for run in runs)
     between = list(chain.from_iterable(of_requests))
     return {
-        "ttft_ms": percentiles(first),
-        "itl_ms": percentiles(between),
+        "ttft_ms": summarise_times(first),
+        "itl_ms": summarise_times(between),
+        "batches": [run["batches"] for run in runs],
         "tokens": len(between),
         "seconds": [run["duration"] for run in runs],
         "output_throughput": [run["output_throughput"] for run in runs],
     }
 
 
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """``PERCENTILES`` in milliseconds."""
+def summarise_times(seconds: Sequence[float]) -> dict[str, float]:
+    """Mean and ``PERCENTILES`` in milliseconds."""
     import numpy as np
 
-    found = 1e3 * np.percentile(seconds, PERCENTILES)
-    return dict(zip(map(str, PERCENTILES), found.tolist(), strict=True))
+    found = {"mean": 1e3 * statistics.fmean(seconds)}
+    for percentile in PERCENTILES:
+        found[str(percentile)] = 1e3 * float(np.percentile(seconds, percentile))
+    return found
+
+
+def batch_sizes(log: str) -> dict[str, dict[str, float]]:
+    """How many batches of each kind a log names, and their mean and largest size."""
+    found = {}
+    for name, pattern in BATCHES.items():
+        if sizes := [int(size) for size in pattern.findall(log)]:
+            mean = statistics.fmean(sizes)
+            found[name] = {"batches": len(sizes), "mean": mean, "largest": max(sizes)}
+    return found
+
+
+def describe_run(run: dict[str, Any]) -> str:
+    """Times and batches of one run, for a line."""
+    first, between = summarise_times(run["ttfts"]), list(chain.from_iterable(run["itls"]))
+    told = f"{run['duration']:.2f} s, first token after {first['mean']:.0f} ms (mean; "
+    told += f"median {first['50']:.0f}, p95 {first['95']:.0f}, p99 {first['99']:.0f})"
+    if between:
+        told += f", {1e3 * statistics.fmean(between):.0f} ms between tokens (mean)"
+    for name, sizes in run["batches"].items():
+        told += f"; {name}: {sizes['mean']:.1f} (mean of {sizes['batches']})"
+    return told
 
 
 def server_flags(args: argparse.Namespace, mixed: str) -> list[str]:
@@ -113,12 +150,8 @@ def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str
             runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
             for seed, server in product(range(args.repeats), both):
                 runs[server.fast].append(send(server, rate, seed, args))
-                latest = runs[server.fast][-1]
-                say(
-                    f"mixed chunks {mixed}, {rate} requests/s, {server.name}, run {seed}: "
-                    f"{latest['duration']:.2f} s, first token after a median of "
-                    f"{1e3 * statistics.median(latest['ttfts']):.0f} ms"
-                )
+                which = f"mixed chunks {mixed}, {rate} requests/s, {server.name}, run {seed}"
+                say(f"{which}: {describe_run(runs[server.fast][-1])}")
             off, on = summed_up(runs[False]), summed_up(runs[True])
             points.append({"mixed": mixed, "rate": rate, "off": off, "on": on})
         for server in both:
@@ -132,7 +165,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--preset", default="E2B_MINI", help="which random checkpoint")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--rates", type=float, nargs="+", default=[0.2, 0.35], help="requests per second")
+    add("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.35], help="requests per second")
     add("--mixed", nargs="+", choices=("off", "on"), default=["off", "on"], help="mixed chunks")
     add("--requests", type=int, default=16, help="of a run")
     add("--concurrency", type=int, help="the most requests at a time")

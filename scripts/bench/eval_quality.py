@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """Does a real model answer as well with fast prefill as without it?
 
-Sends two SGLang servers of one checkpoint, off and on, the same questions at temperature 0:
+Sends two SGLang servers of one checkpoint, off and on, the same questions at temperature 0, and the
+one that is off all of them once more:
 
 * GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring);
 * 30 pictures of two colours each, made here: "name the two colours".
 
-For both it prints the accuracy of each server, the share of answers that are the same character by
-character, and the answers that are not. In bf16 on a GPU other kernels run for the last rows,
-so a few answers differ; accuracy should not.
+For both it prints the accuracy of each run, the share of answers that are the same character by
+character, off and on as well as off and off again, and the answers that are not. In bf16 on a GPU
+other kernels run for the last rows, so a few answers differ; accuracy should not. Where off and off
+again differ, questions that are asked several at a time have met in other batches: that many
+answers differ without fast prefill. ``--concurrency 1`` asks them one at a time.
 
     python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it   # one after the other
     python scripts/bench/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
@@ -132,21 +135,38 @@ def ask_gsm8k(args: argparse.Namespace, url: str) -> Answers:
 SETS = {"gsm8k": ask_gsm8k, "colours": ask_colours}
 
 
-def compare(off: Answers, on: Answers) -> dict[str, Any]:
-    """Print what differs; return the figures."""
-    if off.texts.keys() != on.texts.keys():
+def share_identical(off: Answers, other: Answers, way: str) -> float:
+    """The share of answers that are the same; prints those that are not."""
+    if off.texts.keys() != other.texts.keys():
         raise SetupError("the two servers were not asked the same questions")
-    count = len(off.texts)
-    differing = [question for question in off.texts if off.texts[question] != on.texts[question]]
-    for question in differing:
-        say(f"- {question}\n  off: {off.texts[question]!r}\n  on:  {on.texts[question]!r}")
-    say(f"accuracy off {off.accuracy}, on {on.accuracy}; {count - len(differing)} of {count} equal")
-    return {
-        "questions": count,
-        "identical": (count - len(differing)) / count,
-        "accuracy_off": off.accuracy,
-        "accuracy_on": on.accuracy,
-    }
+    equal = 0
+    for question, text in off.texts.items():
+        if text == other.texts[question]:
+            equal += 1
+        else:
+            say(f"- {question}\n  off: {text!r}\n  {way}: {other.texts[question]!r}")
+    say(f"off and {way}: {equal} of {len(off.texts)} answers are equal")
+    return equal / len(off.texts)
+
+
+def compare(off: Answers, again: Answers, on: Answers) -> dict[str, Any]:
+    """Print what differs; return the figures."""
+    found: dict[str, Any] = {"questions": len(off.texts)}
+    found["identical_again"] = share_identical(off, again, "off again")
+    found["identical"] = share_identical(off, on, "on")
+    for way, answers in {"off": off, "again": again, "on": on}.items():
+        say(f"accuracy {way}: {answers.accuracy}")
+        found[f"accuracy_{way}"] = answers.accuracy
+    return found
+
+
+def ask_sets(args: argparse.Namespace, url: str) -> dict[str, Answers]:
+    """All questions of ``--sets``, which begin with an empty prefix cache."""
+    say(f"Asking {url}")
+    reply = make_session(url).post(f"{url}/flush_cache?timeout=30")
+    if not reply.ok:
+        raise SetupError(f"{url} did not empty its prefix cache: {reply.status_code} {reply.text}")
+    return {name: SETS[name](args, url) for name in args.sets}
 
 
 @contextmanager
@@ -165,18 +185,19 @@ def served(args: argparse.Namespace, directory: Path, way: str) -> Iterator[str]
 
 
 def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Ask both servers and compare."""
+    """Ask both servers, the one that is off twice, and compare."""
     found: dict[str, dict[str, Answers]] = {}
     for way in ("off", "on"):
         with served(args, directory, way) as url:
-            say(f"Asking {url}")
-            found[way] = {name: SETS[name](args, url) for name in args.sets}
+            found[way] = ask_sets(args, url)
+            if way == "off":
+                found["again"] = ask_sets(args, url)
     document: dict[str, Any] = {**origin(), "model": args.model, "active": None}
     if args.model is not None:  # of servers that were started elsewhere it is not known
         document["active"] = True
     for name in args.sets:
         heading(name)
-        document[name] = compare(found["off"][name], found["on"][name])
+        document[name] = compare(*(found[way][name] for way in ("off", "again", "on")))
     return document
 
 

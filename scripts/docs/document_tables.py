@@ -6,6 +6,7 @@
   ``benchmark/results``. ``results.py`` writes the long tables.
 - README.md, benchmark/ and docs/prefill_graphs.md: what a model predicts for a GPU, from
   ``benchmark/predicted_h100.json``.
+- docs/operating.md: what ``verify`` prints, from the document of a run, docs/verify_sample.json.
 - docs/upstream.md: the methods of SGLang that are wrapped or added, from ``loading/patch.py``.
 
 Needs an environment with SGLang. Checks the pages, or with ``--write`` writes them; the exit
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from environment import REPO, SGLANG_VERSION
 from generated import kept_up_to_date, markdown
 from result_files import RESULTS
+from sglang_gemma4_yoco.commands.verify import page
 
 PREDICTED_MS = json.loads((REPO / "benchmark" / "predicted_h100.json").read_text())
 PREDICTED = ("128", "512", "2048", "8192")  # lengths
@@ -196,6 +198,12 @@ def _found_by_checks(name: str, where: str) -> str:
     )
 
 
+def sample_of_verify() -> str:
+    """What ``verify`` prints of the document of one run."""
+    document = json.loads((REPO / "docs" / "verify_sample.json").read_text())
+    return f"```text\n{page.format_report(document)}\n```"
+
+
 def cost_of_a_start() -> str:
     """How long the check at start takes."""
     [found] = results("checks_cpu.json")
@@ -288,6 +296,7 @@ PAGES = {
     REPO / "docs" / "operating.md": {
         "cost of a start": cost_of_a_start,
         "cost of an audit": cost_of_an_audit,
+        "sample of verify": sample_of_verify,
     },
     REPO / "docs" / "prefill_graphs.md": {"predicted": predicted_graphs_table},
     REPO / "docs" / "upstream.md": {"methods": methods_table},

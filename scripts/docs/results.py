@@ -106,6 +106,8 @@ def check_rows(document: Document) -> Iterator[list[object]]:
 
 
 GPU_LOAD = ("what", "which", "off", "on", "off/on")
+GPU_WAYS = ("off", "on")
+GPU_TIMES = {"mean": "mean", "median": "50", "p95": "95", "p99": "99"}
 
 
 def gpu_load_rows(document: Document) -> Iterator[list[object]]:
@@ -114,13 +116,18 @@ def gpu_load_rows(document: Document) -> Iterator[list[object]]:
     for point in document["points"]:
         which = f"{document['model']}, {point['rate']} requests/s, mixed chunks {point['mixed']}"
         figures: dict[str, list[float]] = {}
-        for way in ("off", "on"):
+        for way in GPU_WAYS:
             found = point[way]
             figures.setdefault("duration, s", []).append(statistics.median(found["seconds"]))
-            for p in ("50", "95"):
-                figures.setdefault(f"first token, p{p}, ms", []).append(found["ttft_ms"][p])
-                figures.setdefault(f"between tokens, p{p}, ms", []).append(found["itl_ms"][p])
-        for what, (off, on) in figures.items():
+            for name, p in GPU_TIMES.items():
+                figures.setdefault(f"first token, {name}, ms", []).append(found["ttft_ms"][p])
+                figures.setdefault(f"between tokens, {name}, ms", []).append(found["itl_ms"][p])
+            for name, sizes in found["batches"][0].items():  # of the first run
+                figures.setdefault(f"{name}, mean", []).append(sizes["mean"])
+        for what, values in figures.items():
+            if len(values) < len(GPU_WAYS):  # SGLang logs one decode step in forty, or none
+                continue
+            off, on = values
             yield [f"{load}: {what}", which, f"{off:.1f}", f"{on:.1f}", f"{off / on:.2f}"]
 
 

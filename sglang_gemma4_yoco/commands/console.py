@@ -15,6 +15,8 @@ ENTRIES = (
     *("model", "layers", "first_shared", "quantisation", "attention", "trusted_not_found"),
 )
 
+NO_SGLANG = "no SGLang is installed here; run this where the server runs"
+
 # Of ``doctor``, by its exit status.
 _ACTIVE = (True, False, None)
 _VERDICTS = (

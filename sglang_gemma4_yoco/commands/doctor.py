@@ -16,7 +16,7 @@ from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 
 from sglang_gemma4_yoco import __version__, plugin, settings
-from sglang_gemma4_yoco.commands.console import CommandError, Report
+from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, Report
 
 #: SGLang's own: the plugins that it loads, by their names with commas between; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def _versions(report: Report) -> None:
     report.begin("Versions")
     if find_spec("sglang") is None:
-        raise CommandError("no SGLang is installed here; run this where the server runs")
+        raise CommandError(NO_SGLANG)
     releases = {name: version(name) for name in ("sglang", "torch")}
     found = {"version": __version__, **releases, "python": platform.python_version()}
     for name, release in found.items():
@@ -93,7 +93,7 @@ def _discovery(report: Report) -> None:
     report.add("found by SGLang", ", ".join(found) or "none", plugins=plugins)
     if plugin.NAME not in found:
         missing = "the plugin is not registered in this environment"
-        report.refusals.append(f"{missing}: pip install . in a checkout of it")
+        report.refusals.append(f"{missing}: pip install --no-deps . in a checkout of it")
     if allowed is not None:
         left_out = sorted({*found} - {name.strip() for name in allowed.split(",")})
         report.add(RESTRICTION, f"{allowed}; left out: {', '.join(left_out) or 'none'}")

@@ -1,19 +1,15 @@
-"""Unchanged SGLang servers, stock and fast; each has its own process group, ended as one."""
+"""Is fast prefill active on all schedulers of a server? Exit status: 0 yes, 1 no, 2 no answer."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.https import API_KEY, explain_failure, make_session
 from sglang_gemma4_yoco.settings import SWITCH
 
-pass
-
-if TYPE_CHECKING:
-    pass
 #: What the package adds to the internal state of each scheduler.
 ENTRY = "gemma4_yoco"
 NO_ENTRY = (
@@ -71,7 +67,7 @@ def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | Non
         # As an argument: variables have precedence over what a session has.
         reply = make_session(url, args.api_key).get(address, timeout=30, verify=trusted)
     except (OSError, ValueError) as failure:  # ValueError: it is no URL
-        raise CommandError(f"{url}: {explain_failure(failure, url)}") from None
+        raise CommandError(f"{url}: {explain_failure(failure)}") from None
     if reply.status_code in (401, 403):
         raise CommandError(f"{url} wants another key: put it into {API_KEY}, or use --api-key")
     try:

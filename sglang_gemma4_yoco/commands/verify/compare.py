@@ -152,8 +152,8 @@ def find_problems(fast: Comparison, noise: Collection[Comparison], *, exact: boo
         if different := fast.answers - fast.equal_answers:
             yield f"{different} of {fast.answers} answers differ"
         if fast.max_logprob > EXACT_LOGPROB:
-            limit = f"in float32 they may differ by {EXACT_LOGPROB:g}"
-            yield f"log-probabilities differ by up to {fast.max_logprob:.2g}; {limit}"
+            limit = f"by more than {EXACT_LOGPROB:g}"
+            yield f"log-probabilities differ by up to {fast.max_logprob:.2g}, {limit}"
         return
     # Most tokens come from decode steps, the same in both servers: they would hide the first ones.
     for what, part in (("all", "logprobs"), ("those of prefills alone", "prefilled")):
@@ -182,10 +182,9 @@ class Times:
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
         """Summarise at least one time."""
-        if len(seconds) == 1:  # no percentiles can be taken of it
-            seconds = [*seconds, *seconds]
-        p20, _, _, p80 = statistics.quantiles(seconds, n=5, method="inclusive")
-        return cls(statistics.median(seconds), p20, p80)
+        import numpy as np  # comes with SGLang
+
+        return cls(*np.percentile(seconds, (50, 20, 80)).tolist())
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.p20:.3f}-{self.p80:.3f})"

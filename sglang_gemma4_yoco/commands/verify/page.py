@@ -1,114 +1,181 @@
-"""The report of ``verify`` for people: tables, and a page with two pictures."""
+"""The report of ``verify`` for people: tables for a terminal, and a page in HTML."""
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
-from html import escape
-from typing import IO, Any
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Column, Table
+from sglang_gemma4_yoco.commands.verify.compare import Times
 
-from sglang_gemma4_yoco.commands.verify.compare import Compared, Times
-
-COLOURS = {"stock": "#6b7280", "fast": "#0f766e"}
-_LEAST = 1e-8  # a difference below it is drawn as this
-
-_RULES = {
-    "exact": "float32 on a CPU: tokens equal, log-probabilities within 1e-3",
-    "noise floor": "judged by how far stock differs from itself",
+_TEMPLATE = Path(__file__).with_name("page.html")
+#: Of servers, by their key in ``times``.
+SERVERS = {"off": "stock", "again": "stock again", "on": "fast"}
+#: What stock is compared with, by the key in ``agreement``.
+OTHERS = {
+    "fast": "fast",
+    "again": "itself, in identical batches",
+    "stock": "itself, in other batches",
 }
+RULES = {
+    "exact": "In float32 on a CPU tokens must be equal, and log-probabilities within 1e-3.",
+    "noise floor": "Answers are judged by how far stock differs from itself.",
+}
+_TICKS = [float(f"{digit}e{power}") for power in range(-5, 5) for digit in (1, 2, 5)]
+# Where the axes of the picture begin and end, which is 480 wide and 300 high.
+_LEFT, _RIGHT, _BOTTOM, _TOP = 60, 450, 245, 25
 
 
-def print_report(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
-    """Print the tables and the verdict, on stdout or into a file; returns the console used."""
-    console = Console(file=file, record=True, highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 110
-    number = partial(Column, justify="right")
-    headings = ("same tokens", "mean |dlogp|", "stock", "max |dlogp|", "stock")
-    title = "Answers: fast against stock, and stock against itself in other batches"
-    table = Table("prompts", *map(number, headings), title=title)
-    for kind, found in document["agreement"].items():
-        fast, stock = found["fast"], found["stock"]
-        row = [kind, f"{fast['equal_answers']}/{fast['answers']}"]
-        for key in ("mean_logprob_diff", "max_logprob_diff"):
-            for way in (fast, stock):
-                shown = "-"
-                if way[key] is not None:
-                    shown = f"{way[key]:.1e}"
-                row.append(shown)
-        table.add_row(*row)
-    console.print(table)
-    title = "Time to first token in seconds: median (20th to 80th percentile)"
-    table = Table(*map(number, ("prompt tokens", "stock", "fast", "stock / fast")), title=title)
+class Table(NamedTuple):
+    """A table of texts: the first row is its head; on the page, from ``numbers`` on are numbers."""
+
+    title: str
+    rows: list[list[str]]
+    numbers: int = 1
+
+
+def _tabulate_times(document: Mapping[str, Any]) -> Table:
+    rows = [["prompt tokens", "stock / fast", *SERVERS.values()]]
     for point in document["times"]:
-        off, on = (str(Times(**point[way])) for way in ("off", "on"))
-        table.add_row(str(point["tokens"]), off, on, f"{point['ratio']:.2f}")
-    console.print(table)
+        row = [str(point["tokens"]), f"{point['ratio']:.2f}"]
+        for way in SERVERS:
+            row.append(_format_times(point[way]))
+        rows.append(row)
+    return Table("Time to first token, seconds: median (20th to 80th percentile)", rows)
+
+
+def _format_times(times: Mapping[str, float]) -> str:
+    return str(Times(**times))
+
+
+def _tabulate_agreement(document: Mapping[str, Any]) -> Table:
+    title = "Answers, and how far their log-probabilities differ"
+    rows = [["prompts", "stock against", "same tokens", "on average", "at most"]]
+    for kind, ways in document["agreement"].items():
+        shown = kind
+        for way, name in OTHERS.items():
+            found = ways[way]
+            if found["answers"]:
+                equal = f"{found['equal_answers']}/{found['answers']}"
+                mean, largest = found["mean_logprob_diff"], found["max_logprob_diff"]
+                rows.append([shown, name, equal, _format_difference(mean)])
+                rows[-1].append(_format_difference(largest))
+                shown = ""
+    return Table(title, rows, 2)
+
+
+def _format_difference(value: float | None) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:.2g}"
+
+
+def _tabulate_prefills(document: Mapping[str, Any]) -> Table:
+    rows = [["prompts", "outcome", "prefills"]]
     for name, forwards in document["rounds"].items():
-        outcomes = "; ".join(f"{outcome}: {count}" for outcome, count in forwards.items())
-        console.print(f"Prefills of the fast server, {name}: {outcomes}")
-    for kind, reason in document["left_out"].items():
-        console.print(f"Not tried: {kind}: {reason}")
-    agree, style = "THE ANSWERS DO NOT AGREE", "bold red"
-    if document["agrees"]:
-        agree, style = "the answers agree", "green"
-    rule = _RULES[document["rule"]]
-    console.print(f"Fast prefill was active, and {agree} ({rule}).", style=style)
-    for problem in document["problems"]:
-        console.print(f"  {problem}", style="red")
-    return console
+        shown = name
+        for outcome, count in forwards.items():
+            rows.append([shown, outcome, str(count)])
+            shown = ""
+    return Table("Prefills of the fast server", rows, 2)
 
 
-def render_page(document: Mapping[str, Any], fast: Compared, noise: Compared) -> str:
-    """The page: tables and two pictures in one HTML file that needs no network."""
-    console = print_report(document, io.StringIO())
-    for key in ("model", "device", "dtype", "sglang", "package", "server_args", "repeats"):
-        console.print(f"{key}: {document[key]}")
-    title = escape(f"Gemma 4 fast prefill: {document['model']}")
-    figure = Figure(figsize=(7.5, 8.4), layout="constrained")
-    times, differences = figure.subplots(2)
-    _draw_times(times, document["times"])
-    _draw_differences(differences, {"stock": noise, "fast": fast})
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg")
-    _, tag, svg = drawn.getvalue().partition("<svg")  # before it: a DTD on another server
-    head = f"<head><title>{title}</title>"
-    page = console.export_html(inline_styles=True).replace("<head>", head)
-    return page.replace("</body>", f"{tag}{svg}</body>")
+def _make_tables(document: Mapping[str, Any]) -> list[Table]:
+    return [
+        _tabulate_times(document),
+        _tabulate_agreement(document),
+        _tabulate_prefills(document),
+    ]
 
 
-def _draw_times(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:
-    """Time to first token by prompt length, with the ratio above each length."""
+def _make_lists(document: Mapping[str, Any]) -> dict[str, list[str]]:
+    left_out = [f"{kind}: {reason}" for kind, reason in document["left_out"].items()]
+    return {
+        "Too far from stock": document["problems"],
+        "Stock differs from itself": document["stock_differs"],
+        "Not tried": left_out,
+    }
+
+
+def describe_verdict(document: Mapping[str, Any]) -> str:
+    """The verdict in one sentence."""
+    if not document["agrees"]:
+        return "Fast prefill was active, and the answers do NOT agree."
+    if document["stock_differs"]:
+        return "Fast prefill was active, and its answers differ no more than stock's own."
+    return "Fast prefill was active, and the answers agree."
+
+
+def describe_noise(document: Mapping[str, Any]) -> str:
+    """What two runs of stock in identical batches have shown."""
+    if document["stock_differs"]:
+        return "Stock differs from itself in identical batches, which is not fast prefill's doing."
+    return "Two runs of stock in identical batches agree."
+
+
+def format_report(document: Mapping[str, Any]) -> str:
+    """The tables and the verdict, for a terminal."""
+    lines = []
+    for table in _make_tables(document):
+        lines += [table.title, *_align(table), ""]
+    for title, items in _make_lists(document).items():
+        for item in items:
+            lines.append(f"{title}: {item}")
+    lines.append(describe_noise(document))
+    lines.append(f"{describe_verdict(document)} {RULES[document['rule']]}")
+    return "\n".join(lines)
+
+
+def _align(table: Table) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table.rows, strict=True)]
+    lines = []
+    for row in table.rows:
+        line = ""
+        for cell, width in zip(row, widths, strict=True):
+            line += f"  {cell:{width}}"
+        lines.append(line.rstrip())
+    return lines
+
+
+def render_page(document: Mapping[str, Any]) -> str:
+    """The page: one HTML file that needs no network."""
+    from jinja2 import Environment, StrictUndefined  # comes with PyTorch
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_TEMPLATE.read_text("utf-8")).render(
+        document=document,
+        verdict=describe_verdict(document),
+        noise=describe_noise(document),
+        rule=RULES[document["rule"]],
+        tables=_make_tables(document),
+        lists=_make_lists(document),
+        servers=SERVERS,
+        format_difference=_format_difference,
+        format_times=_format_times,
+        **_draw_axes(document["times"]),
+    )
+
+
+def _draw_axes(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The axes of several lengths, both logarithmic: where a value is, and the marked seconds."""
+    least = min(point[way]["p20"] for point in points for way in SERVERS)
+    most = max(point[way]["p80"] for point in points for way in SERVERS)
+    ticks = _TICKS[bisect_right(_TICKS, least) - 1 : bisect_right(_TICKS, most) + 1]
     lengths = [point["tokens"] for point in points]
-    for way, name in (("off", "stock"), ("on", "fast")):
-        low, median, high = ([p[way][key] for p in points] for key in ("p20", "median", "p80"))
-        axes.plot(lengths, median, marker="o", color=COLOURS[name], label=name)
-        axes.vlines(lengths, low, high, color=COLOURS[name])
-    for point in points:
-        above = (point["tokens"], max(point["off"]["p80"], point["on"]["p80"]))
-        axes.annotate(f"{point['ratio']:.2f}x", above, ha="center", va="bottom")
-    axes.loglog()
-    axes.margins(0.1, 0.2)
-    axes.set_xticks(lengths, lengths)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    axes.set(xlabel="prompt length, tokens", ylabel="time to first token, seconds")
-    axes.legend(loc="upper left")
+    return {
+        "ticks": ticks,
+        "x": _make_scale(lengths[0], lengths[-1], _LEFT, _RIGHT),
+        "y": _make_scale(ticks[0], ticks[-1], _BOTTOM, _TOP),
+    }
 
 
-def _draw_differences(axes: Any, compared: Mapping[str, Compared]) -> None:
-    """What share of the log-probabilities differs by at most so much."""
-    for name, kinds in compared.items():
-        logprobs = [value for one in kinds.values() for value in one.logprobs]
-        shown = [max(value, _LEAST) for value in logprobs if math.isfinite(value)] or [_LEAST]
-        axes.ecdf(shown, color=COLOURS[name], label=f"{name} against stock")
-    axes.set_xscale("log")
-    what = f"difference of two log-probabilities (equal ones at {_LEAST:g})"
-    axes.set(xlabel=what, ylabel="share of log-probabilities")
-    axes.legend(loc="upper left")
+def _make_scale(low: float, high: float, start: int, end: int) -> Callable[[float], float]:
+    def place(value: float) -> float:
+        share = math.log(value / low) / math.log(high / low)
+        return round(start + share * (end - start), 1)
+
+    return place

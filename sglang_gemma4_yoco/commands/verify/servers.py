@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -164,21 +165,17 @@ def check_switch(
     """
     forwards = server.forwards() - Counter(since)
     cut = not counters.CUT.isdisjoint(forwards)
-    is_active, reasons = False, dict[str, None]()  # each reason once
-    for state in server.states():
-        entry = state.get(status.ENTRY, {"active": False, "reason": status.NO_ENTRY})
-        is_active = is_active or entry["active"]
-        if entry["reason"]:
-            reasons[entry["reason"]] = None
-    if server.fast:
-        if cut:
-            return forwards
+    none = {"active": False, "reason": status.NO_ENTRY}
+    entries = [state.get(status.ENTRY, none) for state in server.states()]
+    is_active = any(entry["active"] for entry in entries)
+    if server.fast and not cut:
+        reasons = dict.fromkeys(entry["reason"] for entry in entries if entry["reason"])
         why = "; ".join(reasons or forwards) or "it gives no reason"
         wrong = f"{server.name}: the fast path was NOT active ({why})"
-    else:
-        if not cut and not is_active:
-            return forwards
+    elif not server.fast and (cut or is_active):
         wrong = f"{server.name}: the fast path was active"
+    else:
+        return forwards
     if during:
         wrong += f" during {during}"
     lines = "\n".join(server.log_lines("Gemma 4 fast prefill"))
@@ -189,23 +186,23 @@ def check_switch(
 
 
 def make_pair(
-    arguments: Sequence[str], folder: Path, *, device: str, together: bool = True, port: int = 0
+    arguments: Sequence[str], folder: Path, *, device: str, together: bool = True
 ) -> tuple[Server, Server]:
     """The stock server and the fast one, not started; ``arguments`` override what is set here.
 
-    ``together`` they share the memory of one GPU. Their ports are ``port`` and the next, or any.
+    ``together`` they share the memory of one GPU.
     """
     # An idle scheduler spins, and would take a core from the server that is measured.
-    own = [["--device", "cpu", "--sleep-on-idle"]] * 2
+    off, on = ["--device", "cpu", "--sleep-on-idle"], ["--device", "cpu", "--sleep-on-idle"]
     if device != "cpu":
-        own = [["--device", "cuda"]] * 2
+        off, on = ["--device", "cuda"], ["--device", "cuda"]
         if together:
             # Each takes its share of what is free when it starts: half, then nearly all the rest.
-            shares = ("0.45", "0.85")
-            own = [["--device", "cuda", "--mem-fraction-static", share] for share in shares]
-    logs, ports = (folder / "server-off.log", folder / "server-on.log"), find_free_ports(2, port)
-    stock, fast = (Server(bool(i), [*own[i], *arguments], ports[i], logs[i]) for i in (0, 1))
-    return stock, fast
+            off += ["--mem-fraction-static", "0.45"]
+            on += ["--mem-fraction-static", "0.85"]
+    port, other = find_free_ports(2)
+    stock = Server(False, [*off, *arguments], port, folder / "server-off.log")
+    return stock, Server(True, [*on, *arguments], other, folder / "server-on.log")
 
 
 @contextmanager
@@ -230,14 +227,13 @@ def run_servers(
         yield
 
 
-def find_free_ports(count: int, first: int = 0) -> list[int]:
-    """So many free ports: any, or those from ``first`` on; CommandError if one is taken."""
+def find_free_ports(count: int) -> list[int]:
+    """So many ports that are free, of those that no outgoing connection is given."""
+    ports: list[int] = []
     with ExitStack() as stack:
-        try:
-            ports = [0] * count
-            if first:
-                ports = list(range(first, first + count))
-            taken = [stack.enter_context(socket.create_server(("127.0.0.1", p))) for p in ports]
-        except (OSError, OverflowError) as failure:
-            raise CommandError(f"--port {first} cannot be used: {failure}") from failure
-        return [listener.getsockname()[1] for listener in taken]
+        while len(ports) < count:
+            port = random.randrange(20_000, 32_000)
+            with suppress(OSError):  # it is taken
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                ports.append(port)
+    return ports

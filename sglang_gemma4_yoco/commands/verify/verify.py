@@ -2,17 +2,19 @@
 
 Serves one model twice with the unchanged ``python -m sglang.launch_server``: stock
 (SGLANG_GEMMA4_YOCO=0) and fast (SGLANG_GEMMA4_YOCO=1). Both get the same prompts at temperature 0,
-one at a time, when each pair of answers is printed as it comes, and then several at once; stock
-also gets each prompt twice in a row, so that all but its last token is in the prefix cache. The
-time to first token is measured with new prompts. In each
-of these rounds the fast server must have cut prefills. What follows -- goes to both servers. If
-they need an API key, put it into the variable SGLANG_API_KEY.
+one at a time, when each pair of answers is printed as it comes, and then several at once. The time
+to first token is measured with new prompts. In each of these rounds the fast server must have cut
+prefills. Stock gets all that is sent one at a time once more, in identical batches: what differs
+then is not the fast path's doing. It also gets each prompt twice in a row, so that all but its
+last token is in the prefix cache. What follows -- goes to both servers. If they need an API key,
+put it into the variable SGLANG_API_KEY.
 
-In float32 on a CPU all tokens must be equal, and all log-probabilities within 1e-3. Elsewhere
-rounding depends on the number of rows, in stock as well: for each kind of prompt, log-probabilities
-may differ on average by 3 * A + B / N + 0.05. A is how far stock differs from itself in other
-batches on average (by its noisiest kind of prompt), B at most, and N the number of prompts. Whole
-answers are judged by this rule, and then the parts of them that prefills computed.
+In float32 on a CPU all tokens must be equal, and all log-probabilities within 1e-3. Elsewhere, and
+where two runs of stock in identical batches differ by more than that, for each kind of prompt
+log-probabilities may differ on average by 3 * A + B / N + 0.05. A is how far stock differs from
+itself on average (by its noisiest kind of prompt, in identical or in other batches), B at most, and
+N the number of prompts. Whole answers are judged by this rule, and then the parts of them that
+prefills computed.
 
 The last line of stdout is one JSON document, which is in verify.json too; verify.html shows it.
 Exit status: 0 if fast prefill was active and the answers agree; 1 if not; 2 if nothing could be
@@ -26,20 +28,20 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
-from itertools import product
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, counters
-from sglang_gemma4_yoco.commands.console import CommandError, say
+from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, say
 from sglang_gemma4_yoco.commands.redact import redact, redact_flags
+from sglang_gemma4_yoco.commands.verify import page, servers
 from sglang_gemma4_yoco.commands.verify import prompts as kinds
-from sglang_gemma4_yoco.commands.verify import servers
 from sglang_gemma4_yoco.commands.verify.compare import (
     Answer,
     Compared,
@@ -51,12 +53,16 @@ from sglang_gemma4_yoco.commands.verify.compare import (
 from sglang_gemma4_yoco.commands.verify.prompts import Prompt
 from sglang_gemma4_yoco.commands.verify.servers import Server, WrongPathError
 
-ALONE, AGAIN, AT_ONCE, TIMED = "one at a time", "once more", "several at once", "timed"
+# Rounds of requests. Those with AGAIN are stock's second run of identical batches.
+ALONE, AT_ONCE, TIMED = "one at a time", "several at once", "timed"
+AGAIN, CACHED = "again", "from the prefix cache"
+ALONE_AGAIN, TIMED_AGAIN = f"{ALONE}, {AGAIN}", f"{TIMED}, {AGAIN}"
 _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
 _WRONG = "FAST PREFILL DID NOT DO WHAT THE SWITCH SAYS: NOTHING WAS MEASURED"
 _GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 Answers = list[tuple[Prompt, Answer]]
+Pairs = Sequence[tuple[Answers, Answers]]
 
 
 def parse_positive(text: str) -> int:
@@ -81,7 +87,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if any")
     ways = "default: together on a CPU, in turn on a GPU"
     add("--servers", choices=("auto", "together", "in-turn"), default="auto", help=ways)
-    add("--port", default=0, **number, help="the first port of two (default: any two)")
     add("--start-timeout", default=1800, **number, help="seconds for a start (default: 1800)")
     add("--output", type=Path, metavar="DIR", help="of logs and reports (default: a new one here)")
     add("server_args", nargs="*", metavar="FLAG", help="SGLang's, for both servers, after --")
@@ -130,19 +135,18 @@ def fit_prompts(
         rule = "exact"
     document |= {"dtype": dtype, "rule": rule, "left_out": left_out}
     prompts = kinds.make_prompts(tokenizer, args.texts, long=length, pictures=bool(seen))
-    of_each = (kinds.WARM_UP, *[kinds.TIMED] * args.repeats)
-    for number, (length, kind) in enumerate(product(dict.fromkeys(args.prompt_tokens), of_each)):
-        prompts.append(kinds.make_timed(tokenizer, length, number, kind))
+    for tokens in dict.fromkeys(args.prompt_tokens):
+        for kind in (kinds.WARM_UP, *[kinds.TIMED] * args.repeats):
+            prompts.append(kinds.make_timed(tokenizer, tokens, len(prompts), kind))
     return prompts
 
 
 @dataclass
 class Found:
-    """What one server answered, and its prefills by outcome, by round; times by prompt length."""
+    """What one server answered, and its prefills by outcome, by round."""
 
     answers: dict[str, Answers] = field(default_factory=lambda: defaultdict(list))
     forwards: dict[str, Counter[str]] = field(default_factory=dict)
-    seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 def send_prompt(server: Server, prompt: Prompt, bar: Any) -> tuple[Prompt, Answer]:
@@ -169,6 +173,14 @@ def end_round(server: Server, found: Found, name: str) -> None:
     server.forget_prefixes()
 
 
+def run_again(server: Server, prompts: Sequence[Prompt], found: Found, name: str, bar: Any) -> None:
+    """Send prompts one at a time to stock once more: each is a batch of its own, as before."""
+    if not server.fast:
+        for prompt in prompts:
+            found.answers[name].append(send_prompt(server, prompt, bar))
+        end_round(server, found, name)
+
+
 def ask_all(
     both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found], bar: Any
 ) -> None:
@@ -176,13 +188,15 @@ def ask_all(
 
     What both have answered to a prompt is printed as soon as both have.
     """
+    for server in both:
+        server.forget_prefixes()  # those of requests that SGLang sends when it starts
     for number, prompt in enumerate(prompts):
         for server in both:
             answers = found[server.fast].answers
             answers[ALONE].append(send_prompt(server, prompt, bar))
             if not server.fast:
                 # Stock computes the last row by itself then, as the fast path's tail does.
-                answers[AGAIN].append(send_prompt(server, prompt, bar))
+                answers[CACHED].append(send_prompt(server, prompt, bar))
         if len(found) == 2:
             _, stock = found[False].answers[ALONE][number]
             _, fast = found[True].answers[ALONE][number]
@@ -191,12 +205,31 @@ def ask_all(
     for server in both:
         one = found[server.fast]
         end_round(server, one, ALONE)
+        run_again(server, prompts, one, ALONE_AGAIN, bar)
         pool = ThreadPoolExecutor(8)
         try:
             one.answers[AT_ONCE] += pool.map(partial(send_prompt, server, bar=bar), prompts)
         finally:  # without waiting: after an interrupt their server is stopped next
             pool.shutdown(wait=False, cancel_futures=True)
         end_round(server, one, AT_ONCE)
+
+
+def time_prompts(
+    both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found], bar: Any
+) -> None:
+    """Send the timed prompts to each running server, in turns."""
+    timed = [prompt for prompt in prompts if prompt.kind == kinds.TIMED]
+    turns = list(both)
+    for prompt in prompts:
+        turns.reverse()  # or the same server would always have the warmer caches
+        for server in turns:
+            sent = send_prompt(server, prompt, bar)
+            if prompt.kind == kinds.TIMED:
+                found[server.fast].answers[TIMED].append(sent)
+    for server in both:
+        one = found[server.fast]
+        end_round(server, one, TIMED)
+        run_again(server, timed, one, TIMED_AGAIN, bar)
 
 
 def examine_servers(
@@ -208,26 +241,17 @@ def examine_servers(
     """
     from tqdm import tqdm  # comes with SGLang
 
-    timed = [prompt for prompt in prompts if prompt.kind in (kinds.WARM_UP, kinds.TIMED)]
     others = [prompt for prompt in prompts if prompt.kind in kinds.KINDS]
-    rounds = {True: 2, False: 3}  # stock gets each prompt twice in a row as well
-    total = sum(len(others) * rounds[server.fast] + len(timed) for server in both)
-    with tqdm(total=total, unit="request") as bar:
+    timed = [prompt for prompt in prompts if prompt.kind not in kinds.KINDS]
+    # Stock gets each prompt four times, and each that is timed twice.
+    stock = 4 * len(others) + len(timed) + sum(prompt.kind == kinds.TIMED for prompt in timed)
+    total = {False: stock, True: 2 * len(others) + len(timed)}
+    with tqdm(total=sum(total[server.fast] for server in both), unit="request") as bar:
         ask_all(both, others, found, bar)
-        turns = list(both)
-        for prompt in timed:
-            turns.reverse()  # or the same server would always have the warmer caches
-            for server in turns:
-                _, answer = send_prompt(server, prompt, bar)
-                if prompt.kind == kinds.TIMED:
-                    one = found[server.fast]
-                    one.answers[TIMED].append((prompt, answer))
-                    one.seconds[len(prompt.body["input_ids"])].append(answer.seconds)
-        for server in both:
-            end_round(server, found[server.fast], TIMED)
+        time_prompts(both, timed, found, bar)
 
 
-def compare_by_kind(*pairs: tuple[Answers, Answers]) -> Compared:
+def compare_by_kind(pairs: Pairs) -> Compared:
     """Answers compared with others to the same prompts, by the prompts' kind."""
     found = defaultdict(list)
     for ones, others in pairs:
@@ -236,44 +260,76 @@ def compare_by_kind(*pairs: tuple[Answers, Answers]) -> Compared:
     return {kind: Comparison.of(both) for kind, both in found.items()}
 
 
-def conclude(document: dict[str, Any], stock: Found, fast: Found) -> tuple[Compared, Compared]:
-    """Put all figures into the document; returns fast against stock, and stock against itself."""
+def judge(compared: Compared, noise: Collection[Comparison], *, exact: bool) -> list[str]:
+    """What differs by more than it may, each sentence with its kind of prompt."""
+    sentences = []
+    for kind, one in compared.items():
+        for problem in find_problems(one, noise, exact=exact):
+            sentences.append(f"{kind}: {problem}")
+    return sentences
+
+
+def collect_seconds(answers: Answers) -> dict[int, list[float]]:
+    """How long answers took, by the length of their prompts."""
+    seconds: dict[int, list[float]] = defaultdict(list)
+    for prompt, answer in answers:
+        seconds[len(prompt.body["input_ids"])].append(answer.seconds)
+    return seconds
+
+
+def summarise_times(off: Answers, again: Answers, on: Answers) -> list[dict[str, Any]]:
+    """The times to first token by prompt length, the shortest first."""
+    points: dict[int, dict[str, Any]] = {}
+    for way, answers in {"off": off, "again": again, "on": on}.items():
+        for tokens, seconds in collect_seconds(answers).items():
+            point = points.setdefault(tokens, {"tokens": tokens})
+            point[way] = asdict(Times.of(seconds))
+    for point in points.values():
+        point["ratio"] = point["off"]["median"] / point["on"]["median"]
+    return [points[tokens] for tokens in sorted(points)]
+
+
+def note_missing_hit(left_out: dict[str, str], answers: Answers) -> None:
+    """Note where no prompt with a shared prefix has hit the prefix cache."""
+    if not any(answer.cached_tokens for prompt, answer in answers if prompt.kind == kinds.PREFIX):
+        left_out.setdefault(kinds.PREFIX, "no hit of the prefix cache, though it is on")
+
+
+def conclude(document: dict[str, Any], stock: Found, fast: Found) -> None:
+    """Compare, judge, and put all figures into the document."""
     mine, own, alone = fast.answers, stock.answers, stock.answers[ALONE]
     compared = compare_by_kind(
-        (alone, mine[ALONE]), (alone, mine[AT_ONCE]), (own[TIMED], mine[TIMED])
+        [(alone, mine[ALONE]), (alone, mine[AT_ONCE]), (own[TIMED], mine[TIMED])]
     )
-    noise = compare_by_kind((alone, own[AT_ONCE]), (alone, own[AGAIN]))
-    wrong = []
-    for kind, one in compared.items():
-        for problem in find_problems(one, noise.values(), exact=document["rule"] == "exact"):
-            wrong.append(f"{kind}: {problem}")
+    again = compare_by_kind([(alone, own[ALONE_AGAIN]), (own[TIMED], own[TIMED_AGAIN])])
+    others = compare_by_kind([(alone, own[AT_ONCE]), (alone, own[CACHED])])
+    unsteady = judge(again, (), exact=True)
+    if unsteady:  # what stock does not keep cannot be asked of the fast path
+        document["rule"] = "noise floor"
+    noise, exact = [*again.values(), *others.values()], document["rule"] == "exact"
+    problems = judge(compared, noise, exact=exact)
     if failed := sum(forwards[counters.FAILED] for forwards in fast.forwards.values()):
-        wrong.append(f"{failed} prefills failed on the fast path; see server-on.log")
-    if not any(a.cached_tokens for prompt, a in mine[ALONE] if prompt.kind == kinds.PREFIX):
-        document["left_out"].setdefault(kinds.PREFIX, "no hit of the prefix cache, though it is on")
-    agreement = {}
-    for kind, one in compared.items():
-        itself = noise.get(kind, Comparison())
-        agreement[kind] = {"fast": one.figures(), "stock": itself.figures()}
-    times = []
-    for tokens in sorted(stock.seconds):
-        off, on = (Times.of(one.seconds[tokens]) for one in (stock, fast))
-        ratio = off.median / on.median
-        times.append({"tokens": tokens, "off": asdict(off), "on": asdict(on), "ratio": ratio})
+        problems.append(f"{failed} prefills failed on the fast path; see server-on.log")
+    note_missing_hit(document["left_out"], mine[ALONE])
+    agreement: dict[str, dict[str, Any]] = defaultdict(dict)
+    for way, found in {"fast": compared, "again": again, "stock": others}.items():
+        for kind in compared:
+            agreement[kind][way] = found.get(kind, Comparison()).figures()
+    times = summarise_times(own[TIMED], own[TIMED_AGAIN], mine[TIMED])
     document |= {
         "active": True,
-        "agrees": not wrong,
+        "agrees": not problems,
         "answers_equal": all(one.equal_answers == one.answers for one in compared.values()),
         "max_logprob_diff": make_finite(max(one.max_logprob for one in compared.values())),
-        "ttft_off_s": off.median,  # of the longest prompts
-        "ttft_on_s": on.median,
-        "ratio": ratio,
-        "problems": wrong,
+        "ttft_off_s": times[-1]["off"]["median"],  # of the longest prompts
+        "ttft_on_s": times[-1]["on"]["median"],
+        "ratio": times[-1]["ratio"],
+        "problems": problems,
+        "stock_differs": unsteady,
         "agreement": agreement,
         "times": times,
         "rounds": fast.forwards,
     }
-    return compared, noise
 
 
 def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Found, Found]:
@@ -283,8 +339,7 @@ def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Foun
     together = args.servers == "together" or (args.servers, args.device) == ("auto", "cpu")
     if any(flag.startswith("--ssl-") for flag in flags):
         raise CommandError("verify speaks http to its servers: leave out what begins with --ssl-")
-    how = {"device": args.device, "together": together, "port": args.port}
-    stock, fast = servers.make_pair(flags, args.output, **how)
+    stock, fast = servers.make_pair(flags, args.output, device=args.device, together=together)
     run_prefills_eagerly(stock)
     prompts: list[Prompt] = []
     found: dict[bool, Found] = defaultdict(Found)
@@ -299,52 +354,51 @@ def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Foun
     return found[False], found[True]
 
 
-def begin_document(args: argparse.Namespace, sglang: str) -> dict[str, Any]:
+def begin_document(args: argparse.Namespace) -> dict[str, Any]:
     """The JSON document before anything is known; what is not known is None."""
     unknown = ("agrees", "answers_equal", "max_logprob_diff", "ttft_off_s", "ttft_on_s", "ratio")
     return dict.fromkeys(unknown) | {
         "model": args.label or args.model_path,
         "device": args.device,
-        "sglang": sglang,
+        "sglang": version("sglang"),
         "package": __version__,
         "server_args": redact_flags(args.server_args),
         "prompt_tokens": max(args.prompt_tokens),
         "active": False,
         "repeats": args.repeats,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
         "output": str(args.output),
     }
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve, ask, judge, show; returns the exit status."""
-    try:
-        from sglang_gemma4_yoco.commands.verify import page
-
-        sglang = version("sglang")
-    except ModuleNotFoundError as missing:
-        how = "pip install '.[verify]' in a checkout of this package"
-        raise CommandError(f"verify needs {missing.name}: {how}") from missing
+    if find_spec("sglang") is None:
+        raise CommandError(NO_SGLANG)
     output = args.output or Path(time.strftime("gemma4-yoco-verify-%Y%m%d-%H%M%S"))
     args.device, args.output = find_device(args.device), output.absolute()
-    document = begin_document(args, sglang)
+    document = begin_document(args)
     if Path(args.model_path).is_dir():  # the servers run in another directory
         args.model_path = str(Path(args.model_path).absolute())
     args.texts = kinds.read_file(args.prompts)
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "verify.json").unlink(missing_ok=True)
-    say(f"\n== Servers\nSGLang {sglang} on {args.device}; {args.model_path}; logs in {args.output}")
+    as_json, as_page = args.output / "verify.json", args.output / "verify.html"
+    for earlier in (as_json, as_page):
+        earlier.unlink(missing_ok=True)
+    where = f"{args.device}; {args.model_path}; logs in {args.output}"
+    say(f"\n== Servers\nSGLang {document['sglang']} on {where}")
     try:
         stock, fast = serve_both(args, document)
     except WrongPathError as wrong:
         say(f"\n== {_WRONG}\n{wrong}")
         document["problems"] = str(wrong).splitlines()[:1]
     else:
-        compared = conclude(document, stock, fast)
-        document = redact(document)  # before lines are broken
-        page.print_report(document)
-        (args.output / "verify.html").write_text(page.render_page(document, *compared), "utf-8")
-        say(f"Report: {args.output / 'verify.html'}\n")
-    with (args.output / "verify.json").open("w") as file:
+        conclude(document, stock, fast)
+        document = redact(document)
+        say(page.format_report(document))
+        as_page.write_text(page.render_page(document), "utf-8")
+        say(f"Report: {as_page}\n")
+    with as_json.open("w") as file:
         say(document, file, indent=1)
     say(document)
     return int(not document["agrees"])

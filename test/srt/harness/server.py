@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import textwrap
 import time
@@ -18,7 +17,6 @@ from harness import forked
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.verify import servers
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
@@ -121,7 +119,7 @@ class Server(servers.Server):
         super().__init__(
             environment.get(SWITCH) != "0",
             ["--model-path", str(checkpoint), *_ARGUMENTS, *arguments],
-            _free_port(),
+            servers.find_free_ports(1)[0],
             directory / "server.log",
         )
         self.checkpoint = checkpoint
@@ -143,7 +141,7 @@ class Server(servers.Server):
         """Start it, on another port than before."""
         if self._starts:  # the log of the start before is kept
             self.log_file.rename(self.log_file.with_suffix(f".{self._starts}.log"))
-            self.port = _free_port()
+            self.port = servers.find_free_ports(1)[0]
         self._starts += 1
         if not self._is_forked:
             super().start()
@@ -246,16 +244,6 @@ class Server(servers.Server):
 
 #: The fast path is on, and off.
 Pair = tuple[Server, Server]
-
-
-def _free_port() -> int:
-    """A port that is free now, of those that no outgoing connection is given."""
-    for _ in range(1000):
-        try:
-            return servers.find_free_ports(1, random.randrange(20_000, 32_000))[0]
-        except CommandError:  # taken
-            continue
-    raise RuntimeError("no free port between 20,000 and 32,000")
 
 
 @contextmanager

@@ -243,7 +243,8 @@ def registered(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a checkout that was never installed: SGLang would not find it."""
     monkeypatch.delenv(command.RESTRICTION, raising=False)
-    remedy = "the plugin is not registered in this environment: pip install . in a checkout of it"
+    remedy = "the plugin is not registered in this environment: "
+    remedy += "pip install --no-deps . in a checkout of it"
     for names, refusals in ((["another"], [remedy]), (["another", "gemma4_yoco"], [])):
         registered(monkeypatch, *names)
         report = Report()

@@ -80,6 +80,19 @@ def test_chunked_prompt(servers: Pair, chunks: int, last: int) -> None:
     assert_alike(servers, one_by_one(tokens(chunks * CHUNK + last, seed=7)), rows=rows)
 
 
+def test_prefix_that_a_chunk_without_a_tail_has_written(servers: Pair) -> None:
+    """What an intermediate chunk has cached is read by another prompt, and in its second turn."""
+    chunk, more = tokens(CHUNK, seed=8), tokens(30, seed=9)
+    first, other = chunk + tokens(40, seed=10), chunk + tokens(50, seed=11)
+    both = assert_alike(
+        servers, lambda server: generate(server, first) + next_turn(server, other, more)
+    )
+    assert both.rows[:3] == [cut(CHUNK, CHUNK_KEPT), cut(40, 1), cut(50, 1)]
+    prefixes = [prefill.prefix_lens[0] for prefill in both.prefills]
+    assert prefixes[:3] == [0, CHUNK, CHUNK]
+    assert prefixes[3] > CHUNK + 50
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_chat(servers: Pair, stream: bool) -> None:
     """/v1/chat/completions, in one piece and streamed."""

@@ -126,7 +126,7 @@ def test_other_http_servers(capsys: Captured) -> None:
 def test_what_is_no_url(capsys: Captured, url: str) -> None:
     line = refusal(capsys, url)
     assert line.startswith(f"error: {url}: no answer (")
-    assert line.endswith("expected http://HOST:PORT")
+    assert "expected http://HOST:PORT" in line
 
 
 def test_a_key_is_asked_for_and_given(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,18 +221,16 @@ def test_a_certificate_that_is_not_trusted(certificate: Path, capsys: Captured) 
 
 
 def test_https_is_spoken_where_http_is_not(certificate: Path, capsys: Captured) -> None:
-    """And the other way round."""
-    with http(200, ACTIVE, certificate) as url:
-        asked = url.replace("https", "http")
-        line = of_https(refusal(capsys, asked))
-        assert line == f"error: {asked}: this server speaks https: use {url}"
-    with http(200, ACTIVE) as url:
-        asked = url.replace("http", "https")
-        line = of_https(refusal(capsys, asked))
-        assert line.startswith(f"error: {asked}: no answer (it does not speak https")
-        assert line.endswith("expected http://HOST:PORT")
-    assert "no answer (Connection refused)" in of_https(refusal(capsys, url))
-    assert "no answer (Connection refused)" in of_https(refusal(capsys, asked))
+    """And the other way round; and no server is there at all."""
+    remedy = ": expected http://HOST:PORT, or https:// if it has a certificate"
+    with http(200, ACTIVE, certificate) as url, http(200, ACTIVE) as other:
+        asked = [url.replace("https", "http"), other.replace("http", "https")]
+        lines = [of_https(refusal(capsys, one)) for one in asked]
+    lines += [of_https(refusal(capsys, one)) for one in asked]
+    for line, one in zip(lines, asked * 2, strict=True):
+        assert line.startswith(f"error: {one}: no answer (")
+        assert line.endswith(remedy)
+    assert lines[3].endswith(f"no answer (Connection refused){remedy}")
 
 
 # ---------------------------------------------------------------- secrets
