@@ -330,7 +330,7 @@ def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
         r"SGLANG_GEMMA4_YOCO_TRUST +no class or method is of another: misspelt, unless",
         r"first shared layer +4: layers 4 to 7 have no K/V",
         r"found by SGLang +a_hook, gemma4_",
-        r"settled at start +whether K and V can be read, whether the tail is captured, whether",
+        r"decided at start +whether K and V can be read, whether the tail is captured, whether",
     ):
         assert re.search(words, answer.out), words
 

@@ -32,10 +32,6 @@ class Planning(TritonAttnBackend):
             raise MemoryError
 
 
-class OtherBackend(Planning):
-    """Derived from it, and planning as it does."""
-
-
 def batch(mode: ForwardMode, *, fails: bool = False) -> SimpleNamespace:
     return SimpleNamespace(forward_mode=mode, fails=fails, batch_size=3)
 
@@ -85,20 +81,11 @@ def test_a_planner_that_takes_no_buffer_is_left_alone(monkeypatch: pytest.Monkey
     assert backend.rooms == [None]
 
 
-def test_an_untested_release_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compat.attention.decodes_like_extend(Planning(511))
-    monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
-    assert not compat.attention.decodes_like_extend(Planning(511))
-    assert not compat.attention.decodes_like_extend(OtherBackend(511))
-    assert compat.attention.decodes_like_extend(Planning(None))
-    assert compat.attention.decodes_like_extend(object())
-
-
-def test_the_tails_own_backend_decides_whether_the_tail_decodes(
+def test_an_untested_release_extends_until_the_start_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert TailBackend(object(), Planning(511)).decodes
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
-    assert TailBackend(Planning(511), object()).decodes
     assert not TailBackend(object(), Planning(511)).decodes
 
 
