@@ -19,7 +19,7 @@ from sglang.srt.observability import metrics_collector
 from sglang_gemma4_yoco.compat import attention, batch, layers, release, server
 
 SchedulerMetricsCollector = metrics_collector.SchedulerMetricsCollector
-#: Two helpers that the package adds to ``Gemma4TextModel``.
+#: Two helpers that the package adds to ``Gemma4TextModel``, where SGLang has none of its own.
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
 
@@ -111,7 +111,7 @@ def _missing() -> Iterator[str]:
     """Name everything that this package needs and the installed SGLang lacks."""
     model = layers.gemma4_causal.Gemma4TextModel
     for name in PUBLISHED_HELPERS:
-        if hasattr(model, name):
+        if hasattr(model, name) and not server.has_fast_prefill():
             yield f"a Gemma4TextModel without a {name} of its own (is it patched already?)"
     layer = layers.gemma4_causal.Gemma4DecoderLayer
     for owner, name, wanted in (

@@ -40,7 +40,7 @@ from sglang_gemma4_yoco.core import eligibility, ranks, state
 from sglang_gemma4_yoco.loading import start as starting
 
 RANKS = 2
-_DEADLINE = 40.0  # seconds; a rank that waits for another one that failed would wait for ever
+_DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
 
 BATCHES = batches.BATCHES | {
     "an intermediate chunk": batches.batch_of((0, 60), to_come=(21, 22)),
