@@ -20,7 +20,7 @@ from sglang.srt.model_executor import forward_context as forward_context
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
-from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.model_executor.runner_utils import capture_mode as capture_mode
 
 from sglang_gemma4_yoco.compat import batch, server
 
