@@ -39,7 +39,7 @@ VERSIONS = tuple(f"0.5.{patch}" for patch in range(17, 24))
 FILE = RESULTS / "version_matrix.json"
 FORWARD = (
     *("any_backend", "bfloat16", "donor", "equivalence", "forward", "other_models", "published"),
-    "refused",
+    *("refused", "untested_release"),
 )
 #: Below ``test/srt``.
 FILES = (

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -51,22 +52,27 @@ def engine(tiny_checkpoint: Any) -> Engine:
     return Engine(tiny_checkpoint, **ENGINE, cuda_graph_bs_decode=[MOST])
 
 
-@pytest.fixture
-def begun_anew(engine: Engine) -> Iterator[None]:
-    """The runner has new backends, and will have them again: nothing is decided yet."""
-    engine.runner.init_attention_backends()
-    yield
-    engine.runner.init_attention_backends()
-
-
-@pytest.fixture
-def untested(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Iterator[None]:
-    """The installed SGLang claims to be newer than the last one that was tested."""
-    with monkeypatch.context() as newer:
-        newer.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
+@contextmanager
+def begun_anew(engine: Engine, tested: Version) -> Iterator[None]:
+    """The runner has new backends, and nothing is decided; so it is again after the span."""
+    with mock.patch.object(compat.release, "LAST_TESTED", tested):
         engine.runner.init_attention_backends()
         yield
     engine.runner.init_attention_backends()
+
+
+@pytest.fixture
+def tested(engine: Engine) -> Iterator[None]:
+    """The installed SGLang is the last one that was tested."""
+    with begun_anew(engine, Version(version("sglang"))):
+        yield
+
+
+@pytest.fixture
+def untested(engine: Engine) -> Iterator[None]:
+    """The installed SGLang claims to be newer than the last one that was tested."""
+    with begun_anew(engine, Version("0.5.0")):
+        yield
 
 
 @contextmanager
@@ -128,7 +134,7 @@ def test_a_decode_step_that_sees_other_keys_is_not_used(
         assert "check" in state_of(engine).report
 
 
-@pytest.mark.usefixtures("begun_anew")
+@pytest.mark.usefixtures("tested")
 @pytest.mark.parametrize("more", [-1, 1])
 def test_on_a_tested_release_it_is_a_defect(engine: Engine, more: int) -> None:
     """Nobody knows why, so stock serves."""
@@ -136,7 +142,7 @@ def test_on_a_tested_release_it_is_a_defect(engine: Engine, more: int) -> None:
         assert_stock(engine, check.FAILED, PROMPTS)
 
 
-@pytest.mark.usefixtures("begun_anew")
+@pytest.mark.usefixtures("tested")
 def test_a_tested_release_compares_nothing_more(engine: Engine) -> None:
     with replaced(engine.runner, decode_cuda_graph_runner=None), counted(engine) as forwards:
         engine.runner.init_decode_cuda_graph()
