@@ -1,7 +1,7 @@
 """Two helpers that ``Gemma4TextModel`` gets, for code that cuts a batch in a forward of its own.
 
-They have the names of the change proposed to SGLang, sgl-project/sglang#27183. The package does not
-use them.
+They have names that commits of the change proposed to SGLang, sgl-project/sglang#27183, gave them.
+The package does not use them, and adds none where SGLang has them.
 """
 
 from __future__ import annotations
