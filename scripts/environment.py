@@ -19,6 +19,9 @@ from sglang_gemma4_yoco.commands.console import CommandError, say  # noqa: E402
 
 SetupError = CommandError
 SGLANG_VERSION = "0.5.23"
+#: Of the package index: the newest release, and the newest of all. A range that names a
+#: pre-release admits pre-releases, of SGLang alone.
+NEWEST = {"newest": f"sglang>={SGLANG_VERSION}", "prerelease": f"sglang>{SGLANG_VERSION}.dev0"}
 
 
 def run(*command: str | Path) -> bool:
@@ -54,15 +57,14 @@ def find_uv(venv: Path) -> Path:
 
 
 def prepare(venv: Path, *, sglang: str = SGLANG_VERSION, group: str = "cpu") -> Path:
-    """Complete an environment with a release of SGLang, or the newest; returns its interpreter."""
+    """Complete an environment with a release of SGLang, or one of ``NEWEST``; its interpreter."""
     python = venv / "bin" / "python"
     if not (venv / "pyvenv.cfg").exists():
         create_venv(venv)
     free = shutil.disk_usage(venv).free
     if free < 12e9 and not any(venv.glob("lib/*/site-packages/sglang")):
         raise SetupError(f"{venv} has {free / 1e9:.1f} GB of free disk, and SGLang needs about 12")
-    # Of the newest, pre-releases of SGLang alone.
-    release = f"sglang>{SGLANG_VERSION}.dev0" if sglang == "newest" else f"sglang=={sglang}"
+    release = NEWEST.get(sglang, f"sglang=={sglang}")
     # Editable, so that an environment of last week has the checkout of today.
     packages = (release, "-e", str(REPO), f"--group={group}")
     if run(find_uv(venv), "pip", "install", "--python", python, *packages):

@@ -8,7 +8,8 @@ to release for the CPU platform: their tests run with the newest one only, in ev
 
     python3 scripts/dev/version_matrix.py             # all supported releases, about an hour
     python3 scripts/dev/version_matrix.py 0.5.17      # one of them
-    python3 scripts/dev/version_matrix.py newest      # what the package index has, pre-releases too
+    python3 scripts/dev/version_matrix.py newest      # the newest release on the package index
+    python3 scripts/dev/version_matrix.py prerelease  # the newest of all, pre-releases too
 
 Output contract: the last line for each release is ``sglang VERSION: passed`` or ``failed``, with
 counts. What passed goes to ``benchmark/results/version_matrix.json``, of which
@@ -38,7 +39,7 @@ VERSIONS = tuple(f"0.5.{patch}" for patch in range(17, 24))
 FILE = RESULTS / "version_matrix.json"
 FORWARD = (
     *("any_backend", "bfloat16", "donor", "equivalence", "forward", "other_models", "published"),
-    "refused",
+    *("refused", "untested_release"),
 )
 #: Below ``test/srt``.
 FILES = (
@@ -83,7 +84,7 @@ def main() -> int:
     """Try the releases, and keep what was found of those that passed."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("versions", nargs="*", default=list(VERSIONS), help="releases, or newest")
+    add("versions", nargs="*", default=list(VERSIONS), help="releases, newest, or prerelease")
     add("--work-dir", type=Path, default=REPO / ".venv-matrix", help="for environments")
     args = parser.parse_args()
     folder = args.work_dir.expanduser().absolute()

@@ -17,6 +17,7 @@ from sglang.srt import runtime_context, server_args
 from transformers import PretrainedConfig
 
 from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.commands.console import CommandError, Report
 from sglang_gemma4_yoco.commands.redact import redact_flags
 from sglang_gemma4_yoco.core.eligibility import EMBEDDINGS
@@ -31,6 +32,8 @@ except ImportError:  # as in ``loading.start``
 
 #: What a server only determines when it starts, and logs in its first line.
 AT_START = "whether K and V can be read, whether the tail is captured, whether stock agrees"
+# Besides, on a release that was never tested.
+_TAIL_AT_START = "whether the tail decodes and is captured, or extends, eagerly"
 # Arguments with which linear layers may be of another kind than the checkpoint's.
 _QUANTISING = (
     *("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
@@ -164,6 +167,11 @@ def _prefill_graphs(report: Report, config: Mapping[str, Any], argument: Any) ->
 
 def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
     """Judge what the flags alone decide, by a server's own code; the rest is settled at start."""
+    if compat.server.has_fast_prefill():
+        serves = "this package's serves: SGLang's own is off"
+        if argument(compat.server.FAST_PREFILL):
+            serves = "SGLang's own serves"
+        report.add("fast prefill", serves)
     if argument("model_impl") == "transformers":
         report.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
@@ -189,7 +197,12 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
             "triton (for Gemma 3n where SGLang can run it), trtllm_mha, fa3, fa4, intel_xpu, and "
             "hybrids of them"
         )
-    report.add("settled at start", AT_START)
+    report.add("decided at start", AT_START)
+    if compat.release.is_newer_than_tested():
+        decided = _TAIL_AT_START
+        if not settings.current.self_check:
+            decided = f"the tail extends, and runs eagerly ({check.OFF})"
+        report.add("", decided)
 
 
 def _judge_classes(report: Report, architectures: Sequence[str]) -> None:

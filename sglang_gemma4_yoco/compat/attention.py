@@ -20,9 +20,9 @@ from sglang.srt.model_executor import forward_context as forward_context
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
-from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.model_executor.runner_utils import capture_mode as capture_mode
 
-from sglang_gemma4_yoco.compat import batch, release, server
+from sglang_gemma4_yoco.compat import batch, server
 
 _WINDOW_PLANNER = "update_sliding_window_buffer"  # a function of Triton's backend
 #: The tail's attention backend, by its name in SGLang's registry.
@@ -103,14 +103,6 @@ def _counts_the_window_short(backend: Any) -> bool:
     """
     windowed = (getattr(backend, "sliding_window_size", None) or 0) > 0
     return windowed and find_triton_class(backend.__class__) is not None
-
-
-def decodes_like_extend(backend: Any) -> bool:
-    """Whether ``plan`` makes a decode step of ``backend`` see what an extend row sees.
-
-    In a release newer than the last one that was tested the planner may count differently.
-    """
-    return not _counts_the_window_short(backend) or not release.is_newer_than_tested()
 
 
 def plan_tail(backend: Any, forward_batch: Any) -> None:

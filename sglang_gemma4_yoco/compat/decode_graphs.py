@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed import parallel_state as parallel_state
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_utils import capture_mode
 

@@ -16,10 +16,10 @@ from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 from sglang.srt.observability import metrics_collector
 
-from sglang_gemma4_yoco.compat import attention, batch, layers, release, server
+from sglang_gemma4_yoco.compat import attention, batch, decode_graphs, layers, release, server
 
 SchedulerMetricsCollector = metrics_collector.SchedulerMetricsCollector
-#: Two helpers that the package adds to ``Gemma4TextModel``.
+#: Two helpers that the package adds to ``Gemma4TextModel``, where SGLang has none of its own.
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
 
@@ -74,12 +74,17 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "init_decode_cuda_graph",
         "init_prefill_cuda_graph",
     ),
+    "capture_mode": (
+        "get_is_capture_mode",
+        "model_capture_mode",
+    ),
     "dumper": ("may_enable",),
     "forward_context": (
         "forward_context",
         "get_forward_context",
         "has_forward_context",
     ),
+    "parallel_state": ("graph_capture",),
     "residual_batch": (
         "set_written",
         "start",
@@ -92,8 +97,10 @@ _OWNERS: dict[str, Any] = {
     "DumperConfig": server.DumperConfig,
     "EnvField": server.EnvField,
     "ModelRunner": ModelRunner,
+    "capture_mode": attention.capture_mode,
     "dumper": server.dumper,
     "forward_context": attention.forward_context,
+    "parallel_state": decode_graphs.parallel_state,
     "residual_batch": layers.residual_batch,
 }
 # The first release that has one of these, if it is not in all that are supported.
@@ -111,7 +118,7 @@ def _missing() -> Iterator[str]:
     """Name everything that this package needs and the installed SGLang lacks."""
     model = layers.gemma4_causal.Gemma4TextModel
     for name in PUBLISHED_HELPERS:
-        if hasattr(model, name):
+        if hasattr(model, name) and not server.has_fast_prefill():
             yield f"a Gemma4TextModel without a {name} of its own (is it patched already?)"
     layer = layers.gemma4_causal.Gemma4DecoderLayer
     for owner, name, wanted in (

@@ -9,7 +9,11 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool as MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SWAKVPool
 
-from sglang_gemma4_yoco.compat.attention import find_triton_class
+from sglang_gemma4_yoco.compat.attention import (
+    HybridAttnBackend,
+    find_triton_class,
+    frees_tables_early,
+)
 
 
 def is_in_window_pool(pool: Any, layer: int) -> bool:
@@ -34,7 +38,11 @@ def write_keys_and_values(
     pool.get_kv_buffer(attention.layer_id)
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):
-        if find_triton_class(main.__class__) is not None:
+        if type(main) is HybridAttnBackend:
+            main = main.prefill_backend
+        # Triton's plan has them. So has that of a backend after whose planning the scheduler may
+        # rewrite the table that they would be looked up in.
+        if find_triton_class(main.__class__) is not None or frees_tables_early(main):
             window_slots = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         if window_slots is None:
             window_slots = pool.translate_loc_from_full_to_swa(slots)

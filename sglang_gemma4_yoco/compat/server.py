@@ -26,6 +26,8 @@ except ImportError:
 #: Set, Gemma 4 adds 1 to a copy of the positions; captured prefills read the original.
 POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
 BARRIER_VARIABLE = "SGLANG_FORCE_COARSE_WAR_BARRIER"
+#: The argument that turns SGLang's own fast prefill on, where it has one (its change #27183).
+FAST_PREFILL = "kv_sharing_fast_prefill"
 
 
 def get_server_arguments() -> Callable[[str], Any] | None:
@@ -44,6 +46,11 @@ def get_server_arguments() -> Callable[[str], Any] | None:
         return None
 
     return argument
+
+
+def has_fast_prefill() -> bool:
+    """Whether this SGLang has a fast prefill of its own, on or off."""
+    return hasattr(ServerArgs, FAST_PREFILL)
 
 
 def list_set_arguments() -> dict[str, bool]:
@@ -121,10 +128,14 @@ def get_cuda_graph_backend(of: str) -> str | None:
 
 def get_captured_prefills(runner: Any) -> Any | None:
     """What replays captured prefills of ``runner``. SGLang may leave out what the flags ask for."""
-    captured = getattr(runner, "prefill_cuda_graph_runner", None)
-    if isinstance(captured, EagerRunner):
+    if runs_prefills_eagerly(runner):
         return None
-    return captured
+    return getattr(runner, "prefill_cuda_graph_runner", None)
+
+
+def runs_prefills_eagerly(runner: Any) -> bool:
+    """Whether SGLang has come to run all prefills eagerly where it could capture them."""
+    return isinstance(getattr(runner, "prefill_cuda_graph_runner", None), EagerRunner)
 
 
 def wait_for_device(device: str) -> None:

@@ -28,13 +28,14 @@ class TailBackend:
     Attributes:
         main: the runner's attention backend.
         tail: a backend over the same pools, which nothing else uses.
-        decodes: whether a decode step of ``tail`` sees the same keys as an extend row.
+        decodes: a tail of one row per request runs as a decode step, else it extends. A release
+            that was never tested extends, until ``loading.start`` decides otherwise.
     """
 
     def __init__(self, main: Any, tail: Any) -> None:
         self.main = main
         self.tail = tail
-        self.decodes: bool = compat.attention.decodes_like_extend(tail)
+        self.decodes = not compat.release.is_newer_than_tested()
 
     def call_after_planning(
         self, plan_batch: Callable[[Any], None]

@@ -30,6 +30,7 @@ from sglang_gemma4_yoco.replaced import replaced
 
 NOT_TAKEN = "not every prefill of the check has left at an exit"
 CANARY = "SGLang's KV canary writes its marks at the end of a captured prefill"
+NOT_CAPTURED = "none: SGLang has captured no prefills"
 OTHER_INPUTS = "captured prefills make other inputs of text than SGLang does eagerly"
 #: In what SGLang replays captured prefills with, where they were captured from ids alone.
 _OF_IDS = "_yoco_of_ids"
@@ -133,6 +134,13 @@ def open_exits(runner: Any, state: ModelState, unshown: str | None = None) -> No
     """
     exits, level = None, logging.WARNING
     if compat.server.get_captured_prefills(runner) is None:
+        if capture.is_named() and compat.server.runs_prefills_eagerly(runner):
+            state.report["exits"] = NOT_CAPTURED
+            log.log_once(
+                "Gemma 4 fast prefill: SGLang has captured no prefills, although "
+                "--cuda-graph-backend-prefill asks for it; they run eagerly, and are cut",
+                level,
+            )
         return
     _close_hooks(runner)
     reason = unshown or _find_reason(runner)

@@ -71,11 +71,16 @@ def note_exit_points(layer: Any) -> Iterator[None]:
 
 def find_repair(*, multimodal: bool) -> str | None:
     """What keeps SGLang from capturing prefills and is to be repaired, or None."""
-    # The flag itself: SGLang may choose breakable graphs without it.
-    named = getattr(compat.server.get_published_arguments(), "cuda_graph_backend_prefill", None)
-    if named != captured_prefills.BREAKABLE or find_closed_reason() is not None:
+    if not is_named() or find_closed_reason() is not None:
         return None
     return captured_prefills.find_capture_error(multimodal=multimodal)
+
+
+def is_named() -> bool:
+    """Whether the operator has named breakable graphs; SGLang may choose them by itself."""
+    args = compat.server.get_published_arguments()
+    named = getattr(args, "cuda_graph_backend_prefill", None)
+    return bool(named == captured_prefills.BREAKABLE)
 
 
 def find_closed_reason() -> str | None:

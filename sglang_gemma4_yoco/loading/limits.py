@@ -23,6 +23,11 @@ WRONG_REPLAYS = (
     "wrong: unset it"
 )
 
+#: SGLang cuts the prefills itself.
+SGLANG_SERVES = (
+    f"SGLang's own fast prefill serves (--{compat.server.FAST_PREFILL.replace('_', '-')}): leave "
+    "that flag out to have this package's"
+)
 DUMPER = "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
 
 #: Arguments and, in capitals, environment variables that refuse a server if set, by reason.
@@ -134,6 +139,8 @@ def find_server_reason() -> str | None:
     argument = compat.server.get_server_arguments()
     if argument is None:
         return None
+    if argument(compat.server.FAST_PREFILL):
+        return SGLANG_SERVES
     replays = compat.server.get_cuda_graph_backend("prefill") is not None
     if replays and compat.server.read_variable(compat.server.POSITIONS_VARIABLE):
         return WRONG_REPLAYS

@@ -19,6 +19,7 @@ from typing import Any
 
 from sglang_gemma4_yoco import __version__, compat, counters, log
 from sglang_gemma4_yoco.core.state import get_attached_state
+from sglang_gemma4_yoco.loading import limits
 
 #: The key in the internal state of each scheduler in /server_info.
 ENTRY = "gemma4_yoco"
@@ -41,9 +42,10 @@ _COUNTERS = {
 def describe_state() -> dict[str, Any]:
     """This process's entry in /server_info.
 
-    ``reason``: why not active; ``cut``, ``tail``: where, and how the tail runs; ``exits``: whether
-    prefills that SGLang has captured may be cut; ``check``, ``exits_check``: results of the checks
-    at start; ``rows`` by whether the last layer computed them; ``audits``: None without any.
+    ``reason``: why not active; ``fast_prefill``: whose serves, if any; ``cut``, ``tail``: where,
+    and how the tail runs; ``exits``: whether prefills that SGLang has captured may be cut;
+    ``check``, ``exits_check``: results of the checks at start; ``rows`` by whether the last layer
+    computed them; ``audits``: None without any.
     """
     served, cut = get_attached_state(), None
     reason: str | None = NO_MODEL
@@ -55,10 +57,13 @@ def describe_state() -> dict[str, Any]:
         audited = audited or served.after_cut is not None
     if reason is None and counters.is_unused():
         reason = counters.NOT_CUT
+    serves = None
     if reason is not None:  # no prefill is cut, so how is of no interest
         facts |= {"tail": None, "exits": None}
     elif served is not None:
-        cut = served.describe()
+        cut, serves = served.describe(), "this package"
+    if reason == limits.SGLANG_SERVES:
+        serves = "SGLang"
     audits = None
     if audited:
         audits = asdict(counters.audits)
@@ -69,6 +74,7 @@ def describe_state() -> dict[str, Any]:
         "version": __version__,
         "active": reason is None,
         "reason": reason,
+        "fast_prefill": serves,
         "cut": cut,
         **{name: facts.get(name) for name in ("tail", "exits", "check", "exits_check")},
         "forwards": forwards,

@@ -1,6 +1,7 @@
 """Wrap SGLang's methods, ``WRAPPED``, and add the two helpers of ``published``.
 
-No class is replaced, so models that imported one by name are patched too.
+No class is replaced, so models that imported one by name are patched too. An SGLang with a fast
+prefill of its own keeps its helpers: they are what its flag calls.
 """
 
 from __future__ import annotations
@@ -100,8 +101,11 @@ def patch_sglang() -> None:
     """
     global installed
     compat.names.check_names()
+    if getattr(_Model.forward, "__globals__", None) is vars(forward):
+        raise compat.release.IncompatibleError("Gemma4TextModel.forward is patched already")
     for (patched, name), wrap in WRAPPED.items():
         setattr(patched, name, wrap(getattr(patched, name)))
-    for name in compat.names.PUBLISHED_HELPERS:
-        setattr(_Model, name, getattr(published, name))
+    if not compat.server.has_fast_prefill():
+        for name in compat.names.PUBLISHED_HELPERS:
+            setattr(_Model, name, getattr(published, name))
     installed = True

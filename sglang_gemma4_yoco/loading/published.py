@@ -1,7 +1,7 @@
 """Two helpers that ``Gemma4TextModel`` gets, for code that cuts a batch in a forward of its own.
 
-They have the names of the change proposed to SGLang, sgl-project/sglang#27183. The package does not
-use them.
+They have names that commits of the change proposed to SGLang, sgl-project/sglang#27183, gave them.
+The package does not use them, and adds none where SGLang has them.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ def _yoco_truncate_to_last_tokens(
     if isinstance(plan, Plan):
         tail = plan.tail
     else:
-        decodes = compat.attention.decodes_like_extend(compat.attention.get_current_backend())
-        tail = TailBatch.of(
-            forward_batch, eligibility.find_kept_rows(forward_batch), decodes=decodes
-        )
+        kept, known = eligibility.find_kept_rows(forward_batch), compat.release
+        tail = TailBatch.of(forward_batch, kept, decodes=not known.is_newer_than_tested())
     row_inputs = per_layer_inputs
     if row_inputs is not None:
         row_inputs = row_inputs.index_select(0, tail.index)

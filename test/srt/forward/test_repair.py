@@ -5,6 +5,7 @@ Decided at start and by ``doctor``. On a runner: ``forward/test_exits``, ``forwa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
+from harness.forwards import state_of
 from harness.stand_ins import prefill_graphs
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.compat import captured_prefills
-from sglang_gemma4_yoco.exits import capture
+from sglang_gemma4_yoco.exits import attach, capture
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
@@ -114,6 +117,24 @@ def test_whether_captured_prefills_may_be_shortened(
 def test_nothing_is_asked_for_outside_of_a_server() -> None:
     assert capture.find_closed_reason() == capture.NO_BREAKS
     assert capture.find_repair(multimodal=True) is None
+
+
+@pytest.mark.parametrize("named", ["breakable", None])
+def test_prefills_that_are_not_captured(
+    engine: Engine, said: Callable[..., list[str]], named: str | None
+) -> None:
+    """Some release may leave out what it cannot capture: an operator who named it is told."""
+    state = state_of(engine)
+    state.report.pop("exits", None)
+    with prefill_graphs(Backend.BREAKABLE, named):
+        attach.open_exits(engine.runner, state)
+    lines, report = said(logging.WARNING), state.report.pop("exits", None)
+    if named is None:
+        assert (lines, report) == ([], None)
+    else:
+        [line] = lines
+        assert "captured no prefills, although --cuda-graph-backend-prefill asks for it" in line
+        assert report == attach.NOT_CAPTURED
 
 
 @pytest.mark.parametrize("indexes", [True, False])

@@ -38,6 +38,19 @@ def test_everything_names_the_same_newest_release() -> None:
     assert f", in {NEWEST} |" in (environment.REPO / "docs" / "modes.md").read_text()
 
 
+def test_each_week_all_of_them_are_tried_and_what_came_out_since() -> None:
+    """A range that names a pre-release admits pre-releases; another one does not."""
+    workflow = (environment.REPO / ".github" / "workflows" / "releases.yml").read_text()
+    [listed] = re.findall(r"sglang:\s+\[(.*)\]", workflow)
+    names = [name.strip(' "') for name in listed.split(",")]
+    assert names == [*version_matrix.VERSIONS, *environment.NEWEST]
+    found = {}
+    for name, wanted in environment.NEWEST.items():
+        specifier = Requirement(wanted).specifier
+        found[name] = [str(one) for one in specifier.filter(["0.5.16", NEWEST, "0.9.0rc1"])]
+    assert found == {"newest": [NEWEST], "prerelease": [NEWEST, "0.9.0rc1"]}
+
+
 @pytest.mark.parametrize("name", version_matrix.FILES)
 def test_the_matrix_runs_tests_that_there_are(name: str) -> None:
     assert (environment.REPO / "test" / "srt" / name).exists()

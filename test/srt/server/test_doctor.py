@@ -7,12 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 
 from harness import typed_secrets
@@ -22,7 +24,7 @@ from harness.server import python_path
 from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n, releases
 from sglang_gemma4_reference.engine import settings_changed
-from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import ENTRIES, Report
@@ -117,6 +119,32 @@ def test_prefill_graphs_of_multimodal_models(
     assert len(report.refusals) == refused
     for refusal in report.refusals:
         assert captured_prefills.IDS_AND_EMBEDDINGS in refusal
+
+
+@pytest.mark.parametrize(
+    ("last", "self_check", "words"),
+    [
+        ("0.5.99", True, None),
+        ("0.5.0", True, preflight._TAIL_AT_START),
+        ("0.5.0", False, "the tail extends, and runs eagerly (SGLANG_GEMMA4_YOCO_SELF_CHECK=0)"),
+    ],
+)
+def test_what_is_decided_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+    setting: Callable[..., None],
+    last: str,
+    self_check: bool,
+    words: str | None,
+) -> None:
+    """On a release that was never tested also whether the tail decodes."""
+    monkeypatch.setattr(compat.release, "LAST_TESTED", Version(last))
+    setting(self_check=self_check)
+    report = Report()
+    with releases.published():
+        preflight._judge(report, {}.get)
+    [at] = [i for i, line in enumerate(report.lines) if "decided at start" in line]
+    more = [line.strip() for line in report.lines[at + 1 :]]
+    assert more == ([] if words is None else [words])
 
 
 # ---------------------------------------------------------------- secrets
@@ -332,7 +360,7 @@ def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
         r"SGLANG_GEMMA4_YOCO_TRUST +no class or method is of another: misspelt, unless",
         r"first shared layer +4: layers 4 to 7 have no K/V",
         r"found by SGLang +a_hook, gemma4_",
-        r"settled at start +whether K and V can be read, whether the tail is captured, whether",
+        r"decided at start +whether K and V can be read, whether the tail is captured, whether",
     ):
         assert re.search(words, answer.out), words
 

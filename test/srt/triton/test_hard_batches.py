@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -45,9 +46,10 @@ from harness.observe import (
 )
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log, switched
+from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.replaced import replaced
 
 interpreter.make_quick()
 
@@ -330,3 +332,64 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
     assert (SWITCHED_OFF in counters.forwards) == stock_before, counters.forwards
     assert counters.FAILED not in counters.forwards
     compare(engine, prompts, tail, stock, fast)
+
+
+@contextmanager
+def tables_rewritten_once_planned(engine: Engine) -> Iterator[None]:
+    """As SGLang's scheduler may do it beside a backend that declares PRE_REPLAY (trtllm_mha)."""
+    runner, main = engine.runner, engine.runner.attn_backend
+    tables = (
+        runner.req_to_token_pool.req_to_token,
+        runner.token_to_kv_pool.full_to_swa_index_mapping,
+    )
+    saved = [table.clone() for table in tables]
+    plan = main.init_forward_metadata
+
+    def init_forward_metadata(batch: Any) -> None:
+        plan(batch)
+        for table in tables:
+            table.zero_()
+
+    with replaced(main, init_forward_metadata=init_forward_metadata):
+        yield
+    for table, before in zip(tables, saved, strict=True):
+        table.copy_(before)
+
+
+@pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="stock itself reads them")
+@pytest.mark.parametrize("engine", ["two pools"], indirect=True)
+@pytest.mark.parametrize("tail", [EAGER, pytest.param(CAPTURED, marks=NEEDS_GRAPHS)])
+def test_no_table_is_read_once_a_batch_is_planned(engine: Engine, tail: str) -> None:
+    """Nor by the donor, which has a window here: where its K and V go was looked up before."""
+    name = "prefixes at the window"
+    prompts = hard_batches(SHAPES["two pools"].sliding_window)[name]
+    stock = stock_of(engine, "two pools", name, prompts)
+    set_up(engine, tail)
+    batch = engine.schedule(prompts)
+    with tables_rewritten_once_planned(engine):
+        fast = run(engine, batch, "1", planned_as=stock[0])
+    assert_fast(engine, prompts, tail, fast)
+    assert_same_cache(stock[0], fast)
+    assert_same_answers(stock[0], fast, TOLERANCE)
+
+
+@NEEDS_GRAPHS
+@pytest.mark.parametrize("engine", ["two pools"], indirect=True)
+def test_an_eager_plan_leaves_the_graphs_buffers(engine: Engine) -> None:
+    """Where both were made in the same buffers, a replay would read another batch's keys."""
+    set_up(engine, CAPTURED)
+    batches, tail = hard_batches(SHAPES["two pools"].sliding_window), attention_of(engine).tail
+    with switched("1"):
+        engine.forward(engine.schedule(batches["one request"]))
+        buffers = {}
+        for name, buffer in vars(tail).items():
+            if name.startswith("cuda_graph_") and isinstance(buffer, torch.Tensor):
+                buffers[name] = buffer, buffer.clone()
+        for name in ("five requests", "suffixes beside last rows"):
+            engine.forward(engine.schedule(batches[name]))
+    assert counters.forwards[counters.TAIL_CAPTURED] == 1
+    assert counters.forwards[counters.TAIL_EAGER] == 2
+    assert {"cuda_graph_kv_indices", "cuda_graph_window_kv_indices"} <= buffers.keys()
+    for name, (buffer, before) in buffers.items():
+        assert getattr(tail, name) is buffer, name
+        assert torch.equal(buffer, before), name

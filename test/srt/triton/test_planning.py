@@ -10,6 +10,8 @@ prefill does.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,19 @@ from packaging.version import Version
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from breakages import BREAKAGES
 from harness.audited import audited
 from harness.batches import batch_of
-from harness.forwards import INTERPRETED_ENGINE
+from harness.forwards import INTERPRETED_ENGINE, assert_fast, state_of
 from harness.layer_rows import TWO_POOLS
 from harness.observe import TOLERANCE
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched
 from sglang_gemma4_reference.host_reads import counted
 from sglang_gemma4_yoco import compat, counters, log
+from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.loading import start
 
 interpreter.make_quick()
 
@@ -52,7 +57,7 @@ def test_a_kept_row_sees_the_whole_window(
 ) -> None:
     """On the tail's own backend, and on the runner's where the package has planned nothing."""
     if not decodes and planned:
-        pytest.skip("whether the tail's backend decodes was found out at start")
+        pytest.skip("whether the tail decodes was decided at start")
     if not decodes:
         monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     model, main = engine.text_model, engine.runner.attn_backend
@@ -89,6 +94,37 @@ def test_a_kept_row_sees_the_whole_window(
         assert len(index) == 3
         torch.testing.assert_close(kept, whole[index], atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(attend(queries), whole, atol=0, rtol=0)
+
+
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Iterator[ModelState]:
+    """The installed SGLang claims to be newer than the last one that was tested."""
+    with monkeypatch.context() as newer:
+        newer.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
+        engine.runner.init_attention_backends()
+        yield state_of(engine)
+    engine.runner.init_attention_backends()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "",
+        "windows one key short",
+        pytest.param("windows one key long", marks=pytest.mark.release),
+    ],
+)
+def test_a_release_that_was_never_tested(engine: Engine, untested: ModelState, way: str) -> None:
+    """Its tail decodes if that is shown here, and extends if its planner counts otherwise.
+
+    What is broken here is the window of decode steps alone.
+    """
+    with BREAKAGES[way](untested) if way else nullcontext(), settings_changed(self_check=True):
+        start.set_up(engine.runner, untested)
+        assert untested.unsupported is None
+        assert untested.attention is not None
+        assert untested.attention.decodes is (way == "")
+        assert_fast(engine, batch_of((0, WINDOW + 3)), tail_mode="EXTEND" if way else "DECODE")
 
 
 @pytest.mark.parametrize(

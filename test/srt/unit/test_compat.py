@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from packaging.version import Version
 from sglang.srt.layers.attention import triton_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from harness.stand_ins import eligible_batch
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.tail import TailBackend
 
@@ -30,10 +36,6 @@ class Planning(TritonAttnBackend):
         self.rooms.append(len(given["window_kv_indices"]) if given else None)
         if forward_batch.fails:
             raise MemoryError
-
-
-class OtherBackend(Planning):
-    """Derived from it, and planning as it does."""
 
 
 def batch(mode: ForwardMode, *, fails: bool = False) -> SimpleNamespace:
@@ -85,21 +87,33 @@ def test_a_planner_that_takes_no_buffer_is_left_alone(monkeypatch: pytest.Monkey
     assert backend.rooms == [None]
 
 
-def test_an_untested_release_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compat.attention.decodes_like_extend(Planning(511))
-    monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
-    assert not compat.attention.decodes_like_extend(Planning(511))
-    assert not compat.attention.decodes_like_extend(OtherBackend(511))
-    assert compat.attention.decodes_like_extend(Planning(None))
-    assert compat.attention.decodes_like_extend(object())
-
-
-def test_the_tails_own_backend_decides_whether_the_tail_decodes(
+def test_an_untested_release_extends_until_the_start_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert TailBackend(object(), Planning(511)).decodes
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
-    assert TailBackend(Planning(511), object()).decodes
     assert not TailBackend(object(), Planning(511)).decodes
+
+
+@pytest.mark.skipif(
+    not hasattr(AttentionBackend, "shared_read_ends"), reason="this SGLang waits for all forwards"
+)
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_slots_of_the_window_are_those_of_the_plan(is_hybrid: bool) -> None:
+    """With ``trtllm_mha`` the scheduler may have rewritten the table that has them as well."""
+    planned = torch.tensor([4, 2])
+    main = TRTLLMHAAttnBackend.__new__(TRTLLMHAAttnBackend)
+    main.forward_metadata = SimpleNamespace(swa_out_cache_loc=planned)
+    if is_hybrid:
+        hybrid = HybridAttnBackend.__new__(HybridAttnBackend)
+        hybrid.prefill_backend, main = main, hybrid
+    pool = mock.Mock(layers_mapping={3: (0, True)})
+    rows = torch.zeros(2, 1, 8)
+    where = SimpleNamespace(token_to_kv_pool=pool), SimpleNamespace(layer_id=3)
+    compat.pools.write_keys_and_values(main, *where, eligible_batch(), rows, rows)
+    [[_, target, *_], _] = pool.set_kv_buffer.call_args
+    assert torch.equal(target.swa_loc, planned)
+    assert not pool.translate_loc_from_full_to_swa.called
 
 
 @pytest.mark.usefixtures("outside_of_a_server")

@@ -1,0 +1,127 @@
+"""Beside an SGLang with a fast prefill of its own: off, this package serves; on, SGLang does.
+
+Who it was is seen from the rows: SGLang cuts before the first KV-shared layer, this package inside
+the layer before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from packaging.version import Version
+
+from harness import own_fast_prefill
+from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, outcomes, state_of
+from harness.layer_rows import FIRST_SHARED, LAYERS, whole
+from harness.observe import TOLERANCE, assert_same_answers, run
+from harness.own_fast_prefill import MODEL
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import compat, counters, plugin
+from sglang_gemma4_yoco.commands import preflight, status
+from sglang_gemma4_yoco.commands.console import Report
+from sglang_gemma4_yoco.loading import limits, metrics, patch
+from sglang_gemma4_yoco.replaced import replaced
+
+pytestmark = [
+    pytest.mark.usefixtures("forgotten_reports"),
+    pytest.mark.skipif(
+        Version(version("sglang")) < compat.release.LAST_TESTED,
+        reason="the change is made in the newest release",
+    ),
+]
+
+ROWS = 43  # of the two prompts
+
+
+@contextmanager
+def started(checkpoint: Path, *, flag: bool) -> Iterator[Engine]:
+    """An engine of such an SGLang, with its flag on or off, as a server starts it."""
+    arguments = ENGINE | {compat.server.FAST_PREFILL: flag}
+    with own_fast_prefill.started(checkpoint, **arguments) as engine:
+        yield engine
+
+
+def test_off_this_package_serves(tiny_checkpoint: Path, said: Callable[..., list[str]]) -> None:
+    """SGLang's forward is then a stock forward, whose loop ends before the cut."""
+    with started(tiny_checkpoint, flag=False) as engine:
+        assert not engine.text_model.fast_prefill_supported
+        assert state_of(engine).report["check"]["unchecked"] is None
+        assert_fast(engine)
+        assert outcomes() == {counters.TAIL_EAGER: 1}
+        assert metrics.describe_state()["fast_prefill"] == "this package"
+    assert [line for line in said() if "for this server" in line] == []
+
+
+def test_on_sglang_serves(tiny_checkpoint: Path, said: Callable[..., list[str]]) -> None:
+    """This package plans nothing, and one line says what to leave out."""
+    with started(tiny_checkpoint, flag=True) as engine:
+        scheduled = engine.schedule(TWO_PROMPTS)
+        with replaced(engine.text_model, _enable_fast_prefill=lambda _: False):
+            stock = run(engine, scheduled, "1")
+        fast = run(engine, scheduled, "1")
+        state = metrics.describe_state()
+        assert state_of(engine).attention is None
+    assert stock.rows == whole(ROWS)
+    assert fast.rows == [ROWS] * FIRST_SHARED + [len(TWO_PROMPTS)] * (LAYERS - FIRST_SHARED)
+    assert_same_answers(stock, fast, TOLERANCE)
+    assert outcomes() == {limits.SGLANG_SERVES: 2}
+    [line] = said()
+    assert line.endswith(f"for this server: {limits.SGLANG_SERVES}")
+    assert "--kv-sharing-fast-prefill" in line
+    assert (state["active"], state["fast_prefill"]) == (False, "SGLang")
+    assert status.verdict([state]) == (False, limits.SGLANG_SERVES)
+
+
+@pytest.mark.parametrize(
+    ("flag", "line", "refusals"),
+    [
+        (False, "this package's serves: SGLang's own is off", []),
+        (True, "SGLang's own serves", [limits.SGLANG_SERVES]),
+    ],
+)
+def test_doctor_says_whose_serves(
+    tiny_checkpoint: Path, flag: bool, line: str, refusals: list[str]
+) -> None:
+    report, arguments = Report(), ENGINE | {compat.server.FAST_PREFILL: flag}
+    args = own_fast_prefill.Arguments(model_path=str(tiny_checkpoint), **arguments)
+    with own_fast_prefill.added(), releases.serving(args):
+        argument = compat.server.get_server_arguments()
+        assert argument is not None
+        preflight._judge(report, argument)
+    assert report.refusals == refusals
+    assert [one for one in report.lines if "fast prefill" in one] == [
+        f"  {'fast prefill':<20}  {line}"
+    ]
+
+
+@pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
+class TestLoading:
+    def test_sglangs_helpers_stay(self) -> None:
+        """And none of this package's stands beside them."""
+        with own_fast_prefill.added():
+            sglangs = MODEL._yoco_truncate_to_last_tokens
+            plugin.load()
+            assert plugin.why_not_installed is None
+            assert patch.installed
+            assert MODEL._yoco_truncate_to_last_tokens is sglangs
+            assert not hasattr(MODEL, "_yoco_eligibility")
+
+    def test_patched_twice(self) -> None:
+        """Which its helpers, where it adds them, would show as well."""
+        with own_fast_prefill.added():
+            patch.patch_sglang()
+            with pytest.raises(compat.release.IncompatibleError, match="patched already"):
+                patch.patch_sglang()
+
+    def test_helpers_without_the_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in an earlier version of that change, which had no flag and was on."""
+        with own_fast_prefill.added():
+            monkeypatch.setattr(compat.server, "ServerArgs", SimpleNamespace)
+            with pytest.raises(compat.release.IncompatibleError, match="is it patched already"):
+                patch.patch_sglang()
