@@ -141,7 +141,7 @@ def test_what_is_decided_at_start(
     setting(self_check=self_check)
     report = Report()
     with releases.published():
-        preflight._judge(report, {}.get)
+        preflight._judge(report, {}, {}.get)
     [at] = [i for i, line in enumerate(report.lines) if "decided at start" in line]
     more = [line.strip() for line in report.lines[at + 1 :]]
     assert more == ([] if words is None else [words])
