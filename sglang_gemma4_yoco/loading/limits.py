@@ -23,9 +23,9 @@ WRONG_REPLAYS = (
     "wrong: unset it"
 )
 
-#: SGLang cuts the prefills itself.
+#: SGLang cuts the prefills itself, where its own conditions are met.
 SGLANG_SERVES = (
-    f"SGLang's own fast prefill serves (--{compat.server.FAST_PREFILL.replace('_', '-')}): leave "
+    f"SGLang's own fast prefill is on (--{compat.server.FAST_PREFILL.replace('_', '-')}): leave "
     "that flag out to have this package's"
 )
 DUMPER = "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"

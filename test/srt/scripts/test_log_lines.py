@@ -34,8 +34,9 @@ def lines_of(source: str) -> Iterator[str]:
         name = function.attr if isinstance(function, ast.Attribute) else None
         if isinstance(function, ast.Name):
             name = function.id
-        if name in LOGGING:
-            line = text_of(call.args[name == "log"])
+        place = int(name == "log")  # ``math.log`` has one argument
+        if name in LOGGING and len(call.args) > place:
+            line = text_of(call.args[place])
             if line.strip(". :"):  # else the line comes from the caller
                 yield line
 
