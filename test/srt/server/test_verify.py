@@ -253,7 +253,7 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     """
     sharp = write_checkpoint(tmp_path / "sharp", E2B_TINY_SHARP)
     row_before = {"first_rows.append(end - m)": "first_rows.append(end - m - (n > m))"}
-    path = changed_package(tmp_path / "copy", "core/kept.py", row_before)
+    path = changed_package(tmp_path / "copy", "core/kept_rows.py", row_before)
     mine = tmp_path / "mine.txt"
     mine.write_text("Is this one right?")
     command = [*VERIFY, "--model-path", str(sharp), *QUICK, "--prompts", str(mine)]
@@ -271,7 +271,7 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
         words = f"{kind}: log-probabilities (those of prefills alone) differ by "
         assert any(problem.startswith(words) for problem in document["problems"])
     assert document["agreement"][prompts.QUESTIONS]["fast"]["answers"] == 2
-    assert "THE ANSWERS DO NOT AGREE" in done.stdout
+    assert "the answers do NOT agree" in done.stdout
     # Stock agrees with itself all the same, as far as it rounds.
     questions = document["agreement"][prompts.QUESTIONS]
     assert questions["stock"]["answers"] == 2
