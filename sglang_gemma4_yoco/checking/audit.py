@@ -19,7 +19,7 @@ import torch
 from sglang_gemma4_yoco import compat, counters, log, settings
 from sglang_gemma4_yoco.checking import exits, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
-from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
+from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.plan import Plan, make_eager_tail
 from sglang_gemma4_yoco.core.state import ModelState
@@ -108,8 +108,7 @@ class Auditor:
         stock, found = Stock(plan.tail.index), list[Difference]()
         with layerwise.watch_stock(self._state, stock):
             output = forward.stock()
-        caches, slots = layerwise.get_donor_cache(self._state, plan)
-        stock.keys = layerwise.read_slots(caches, slots)
+        stock.keys = layerwise.get_donor_cache(self._state, plan).read()
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):
             _, found = layerwise.run_on_stocks_rows(self._state, plan, stock)
             eager = make_eager_tail(self._state, plan.batch, plan.tail)
@@ -175,10 +174,10 @@ class Auditor:
 def _compare_both_logits(
     rows: torch.Tensor, logits: torch.Tensor, stock: Any, forced: Any
 ) -> list[Difference]:
-    compared = [layerwise.compare_logits(logits, forced.next_token_logits, rows=rows)]
-    both = stock.input_token_logprobs, forced.input_token_logprobs
-    if both[0] is not None and both[0].numel():
+    found = [layerwise.compare_logits(logits, forced.next_token_logits, rows=rows)]
+    expected, other = stock.input_token_logprobs, forced.input_token_logprobs
+    if expected is not None and expected.numel():
+        expected, other = expected[:, None], other[:, None]
         size, what = logits.float().square().mean(dim=-1).sqrt().mean(), "input log-probabilities"
-        one, other = (logprobs[:, None] for logprobs in both)
-        compared.append(Comparison.of(what, one, other, _OF_LOGPROBS, size=size, rounded=rows))
-    return rounding.read_differences(compared)
+        found.append(rounding.compare(what, expected, other, _OF_LOGPROBS, size=size, rounded=rows))
+    return found

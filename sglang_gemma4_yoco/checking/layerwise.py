@@ -13,7 +13,7 @@ A captured tail is compared as a whole with its own layers, run eagerly on the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,8 @@ import torch
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
-from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
+from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.plan import Plan
@@ -37,7 +38,7 @@ _QUERIES = "queries"
 _ATTENTION = "attention"
 _MEAN = "mean of the values"
 _OUTPUT = "output"
-_FINAL = "rows after the norm"
+_FINAL = "normed output"
 
 # Root mean square of r roundings on each side: 0.27 * sqrt(r), and on a GPU another r / 2, where a
 # product is summed in parts that are rounded.
@@ -78,7 +79,7 @@ class Stock:
     positions: torch.Tensor | None = None
     embeds: torch.Tensor | None = None
     embedded: torch.Tensor | None = None
-    keys: Sequence[torch.Tensor] = ()
+    keys: KeysAndValues = ()
 
     def of_rows(self, chosen: Any) -> Stock:
         """The same for some of the kept rows, given by their places among them, [n]."""
@@ -88,7 +89,7 @@ class Stock:
 
 
 def name_arguments(
-    names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The arguments of a call, by the names of the function's parameters."""
     return dict(zip(names, args, strict=False)) | kwargs
@@ -166,7 +167,7 @@ def watch_stock(state: ModelState, stock: Stock, *, before_cut: bool = False) ->
         stock.positions = call["positions"].clone()
 
     def keep_final(_: Any, __: Any, output: Any) -> None:
-        keep(_FINAL, 0, compat.layers.get_rows(output))
+        keep(_FINAL, len(model.layers) - 1, compat.layers.get_rows(output))
 
     watched_layers = dict(enumerate(model.layers[: state.cut_layer + 1]))
     if not before_cut:
@@ -192,35 +193,35 @@ def run_on_stocks_rows(
         What the model would continue with, [T, hidden], and the findings of all steps.
     """
     assert stock.positions is not None
-    steps, missing = _StepComparer(state, plan, stock), list[Difference]()
+    steps = _StepComparer(state, plan, stock)
     rows_at_cut = stock.layer_inputs[state.cut_layer].clone()
     output = rows_at_cut.new_zeros(len(rows_at_cut), state.model.config.hidden_size)
     inputs = cut.make_inputs(state, plan)
-    with zero_slots(steps.caches, steps.slots, stock.keys):
+    with zero_slots(steps.cached, stock.keys):
         with _visit_steps(state, steps.visit):
             steps.compare_inputs(inputs)
             cut.finish_prefill(state, plan, output, rows_at_cut, stock.positions, inputs)
         rows = output.index_select(0, stock.index)
         if isinstance(plan.runner, Replay):
-            steps.compared.append(_compare_captured(state, plan, stock, rows))
+            steps.found.append(_compare_captured(state, plan, stock, rows))
         steps.compare_keys_and_values()
     if isinstance(plan.runner, EagerTail):
-        steps.visit(_FINAL, 0, rows)
-        for layer in sorted({layer for _, layer in steps.missing}):
-            missing.append(rounding.make_defect(f"layer {layer} has not run"))
-    return output, missing + rounding.read_differences(steps.compared)
+        steps.visit(_FINAL, len(state.model.layers) - 1, rows)
+        for step, layer in steps.missing:
+            steps.found.append(rounding.make_defect(f"no {step} of layer {layer}"))
+    return output, steps.found
 
 
 class _StepComparer:
     """Compares what each step gives with stock's, and replaces it by stock's."""
 
     def __init__(self, state: ModelState, plan: Plan, stock: Stock) -> None:
-        self.compared: list[Comparison] = []
+        self.found: list[Difference] = []
         self.missing = set(stock.kept)  # steps and their layers that have not run yet
         self._state = state
         self._stock = stock
         # Now: the tail's batch has other slots.
-        self.caches, self.slots = get_donor_cache(state, plan)
+        self.cached = get_donor_cache(state, plan)
 
     def compare_inputs(self, inputs: PerLayerInputs) -> None:
         """Have the per-layer inputs projected; compare those of the layers before the cut."""
@@ -234,24 +235,24 @@ class _StepComparer:
 
     def compare_keys_and_values(self) -> None:
         """Compare K and V of layer S-1 in the pool, and replace them by stock's."""
-        found = read_slots(self.caches, self.slots)
-        self.compared += compare_keys_and_values(self._state.cut_layer, self._stock.keys, found)
-        for cache, values in zip(self.caches, self._stock.keys, strict=True):
-            cache[self.slots] = values
+        expected = self._stock.keys
+        self.found += compare_keys_and_values(self._state.cut_layer, expected, self.cached.read())
+        self.cached.write(expected)
 
     def visit(self, step: str, layer: int, found: torch.Tensor) -> None:
         """Compare ``found``, the result of a step, and overwrite it with stock's."""
         if (step, layer) == (_OUTPUT, self._state.cut_layer - 1):  # the tail begins
             self.compare_keys_and_values()
         expected = self._stock.kept[step, layer].reshape(found.shape)
-        self.compared.append(self._comparison(step, layer, expected, found))
+        self.found.append(self._compare(step, layer, expected, found))
         self.missing.discard((step, layer))
         found.copy_(expected)
 
-    def _comparison(
+    def _compare(
         self, step: str, layer: int, expected: torch.Tensor, found: torch.Tensor
-    ) -> Comparison:
-        what, size, besides = f"{step} of layer {layer}", None, None
+    ) -> Difference:
+        size, besides = None, 0.0
+        given = self._stock.kept.get((_OUTPUT, layer - 1))
         if step in (_QUERIES, _ATTENTION, _MEAN):
             attention = self._state.model.layers[layer].self_attn.attn
             heads = len(found) * attention.tp_q_head_num
@@ -260,22 +261,17 @@ class _StepComparer:
                 size = rounding.measure_sizes(expected, dim=-1)
             if step == _ATTENTION:
                 besides = self._of_scores(layer, attention)
-        elif step == _FINAL:
-            what = step
-        elif step == _OUTPUT and layer < self._state.cut_layer:
-            what = "rows at the cut"
-        elif step == _OUTPUT:
-            expected, found = expected.flatten(0, -2), found.flatten(0, -2)
+        elif step == _OUTPUT and given is not None:
             # Sums of the residual have the input's size too, scaled as the layer scales its output.
-            given = self._stock.kept[_OUTPUT, layer - 1].flatten(0, -2)
             scale = expected.float().abs().median() / given.float().abs().median().clamp_min(1e-30)
             size = torch.hypot(
                 rounding.measure_sizes(expected), scale * rounding.measure_sizes(given)
             )
-        return Comparison.of(what, expected, found, _ROUNDINGS[step], size=size, besides=besides)
+        what, roundings = f"{step} of layer {layer}", _ROUNDINGS[step]
+        return rounding.compare(what, expected, found, roundings, size=size, besides=besides)
 
-    def _of_scores(self, layer: int, attention: Any) -> torch.Tensor:
-        """The relative error of attention's output that the sums of its scores cause: [].
+    def _of_scores(self, layer: int, attention: Any) -> float:
+        """The relative error of attention's output that the sums of its scores cause.
 
         Scores are sums of head_dim products, in fp32, and Gemma 4 does not scale them: in sharp
         heads scores and their errors are large, and a softmax can double the errors.
@@ -286,13 +282,12 @@ class _StepComparer:
         eps = torch.finfo(torch.float32).eps
         if queries.is_cuda and queries.dtype == torch.float32:
             eps = rounding.TF32 / math.sqrt(width)
-        off: torch.Tensor = 2 * eps * norms * donor.k_norm.weight.abs().max() * math.sqrt(width)
-        return off
+        return float(2 * eps * norms * donor.k_norm.weight.abs().max() * math.sqrt(width))
 
 
 def _compare_captured(
     state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor
-) -> Comparison:
+) -> Difference:
     """A captured tail's result against its layers, run eagerly on stock's rows, with padding."""
     assert isinstance(plan.runner, Replay)
     assert stock.positions is not None
@@ -309,61 +304,47 @@ def _compare_captured(
         embeds=embeds,
         embedded=embedded,
     )
-    return Comparison.of(tail_graphs.TAIL, eager, rows, tail_graphs.ROUNDINGS)
+    return rounding.compare(tail_graphs.TAIL, eager, rows, tail_graphs.ROUNDINGS)
 
 
-def get_donor_cache(
-    state: ModelState, plan: Plan
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """K and V of layer S-1, and where in them the batch's new tokens are."""
+def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:
+    """K and V of layer S-1 of the batch's new tokens."""
     layer = state.tail_layers[0].self_attn.attn.layer_id
-    return compat.pools.get_cache(plan.attention.tail, layer, plan.batch.out_cache_loc)
-
-
-def read_slots(caches: Iterable[torch.Tensor], slots: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of what is at these slots of K and V, each [slots, kv_heads, head_dim]."""
-    return [cache[slots] for cache in caches]
+    return compat.pools.get_cached_tokens(plan.attention.tail, layer, plan.batch.out_cache_loc)
 
 
 @contextmanager
-def zero_slots(
-    caches: Iterable[torch.Tensor], slots: torch.Tensor, otherwise: Sequence[torch.Tensor]
-) -> Iterator[None]:
-    """Zeros at the slots of these caches: what is not written must not look as if it were.
+def zero_slots(cached: CachedTokens, otherwise: KeysAndValues) -> Iterator[None]:
+    """Zeros for these tokens' K and V: what is not written must not look as if it were.
 
-    What is written in the ``with`` block stays. If it fails, the slots get their values of
-    ``otherwise``: later forwards read them.
+    What is written in the ``with`` block stays. If it fails, they are ``otherwise``: later forwards
+    read them.
     """
     try:
-        for cache in caches:
-            cache[slots] = 0
+        cached.write((0, 0))
         yield
     except BaseException:
-        for cache, values in zip(caches, otherwise, strict=True):
-            cache[slots] = values
+        cached.write(otherwise)
         raise
 
 
 def compare_keys_and_values(
-    layer: int,
-    expected: Iterable[torch.Tensor],
-    found: Iterable[torch.Tensor],
-    where: str = "in the pool",
-) -> list[Comparison]:
+    layer: int, expected: KeysAndValues, found: KeysAndValues, where: str = "in the pool"
+) -> list[Difference]:
     """K and V of a layer compared, each [rows, kv_heads, head_dim]."""
-    compared = []
+    differences = []
     for what, one, other in zip(("keys", "values"), expected, found, strict=True):
         what = f"{what} of layer {layer} {where}"
-        compared.append(Comparison.of(what, one, other, _OF_KEYS))
-    return compared
+        differences.append(rounding.compare(what, one, other, _OF_KEYS))
+    return differences
 
 
 def compare_logits(
     expected: torch.Tensor, found: torch.Tensor, *, rows: torch.Tensor
-) -> Comparison:
+) -> Difference:
     """Logits [requests, vocabulary] of stock's and the forced tail's last rows compared.
 
     They are computed from ``rows``, whose type determines the rounding, not that of the logits.
     """
     size = expected.float().square().mean(dim=-1, keepdim=True).sqrt()
-    return Comparison.of("logits", expected, found, _OF_LOGITS, size=size, rounded=rows)
+    return rounding.compare("logits", expected, found, _OF_LOGITS, size=size, rounded=rows)

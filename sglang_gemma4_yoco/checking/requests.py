@@ -16,6 +16,7 @@ import torch
 
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.compat.decode_graphs import loads_kv_layerwise
+from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.replaced import replaced
 
@@ -23,8 +24,6 @@ NO_ROOM = "the pools are too small for it"
 SHARED = "K and V of a server that serves are read or written by more than its forwards"
 _NEW = 7  # tokens of a request
 _BEYOND = 2  # tokens of the second request, beyond one window
-
-_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class NotComparableError(Exception):
@@ -47,7 +46,7 @@ class Run(NamedTuple):
 
     logits: torch.Tensor  # [requests, vocabulary]
     #: K and V of the new tokens, each [T, kv_heads, head_dim], by layer from 0 to S-1.
-    caches: dict[int, list[torch.Tensor]]
+    caches: dict[int, KeysAndValues]
     outcome: str | None  # as which it was counted; None if it was not counted
 
 
@@ -58,10 +57,10 @@ class SyntheticRequests:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
         self._runner = runner
-        self._caches: dict[int, tuple[_Pair, torch.Tensor]] = {}
+        self._caches: dict[int, CachedTokens] = {}
         for layer, pair, slots in _list_caches(runner, state, requests):
             new = [own[r.cached :] for own, r in zip(slots, requests, strict=True)]
-            self._caches[layer] = (pair, torch.cat(new))
+            self._caches[layer] = CachedTokens(torch.cat(new), *pair)
         self._before = self._others()
 
     def run(
@@ -69,7 +68,7 @@ class SyntheticRequests:
         starts: Sequence[int] | None = None,
         *,
         finishes: bool = True,
-        given: Mapping[int, Sequence[torch.Tensor]] | None = None,
+        given: Mapping[int, KeysAndValues] | None = None,
     ) -> Run:
         """Run one forward, which is counted nowhere.
 
@@ -78,17 +77,14 @@ class SyntheticRequests:
             finishes: some request's prompt ends here.
             given: ``Run.caches`` of layers that do not run, written to the pool first.
         """
-        for layer, (pair, slots) in self._caches.items():
-            for number, cache in enumerate(pair):
-                cache[slots] = 0  # what is not written must not look as if it were
-                if given and layer in given:
-                    cache[slots] = given[layer][number]
+        for layer, cached in self._caches.items():
+            cached.write((0, 0))  # what is not written must not look as if it were
+            if given and layer in given:
+                cached.write(given[layer])
         batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
         with counters.count_apart() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
-        caches = {}
-        for layer, ((keys, values), slots) in self._caches.items():
-            caches[layer] = [keys[slots], values[slots]]
+        caches = {layer: cached.read() for layer, cached in self._caches.items()}
         return Run(logits, caches, next(iter(outcomes), None))
 
     def others_changed(self) -> bool:
@@ -98,11 +94,12 @@ class SyntheticRequests:
     def _others(self) -> list[torch.Tensor]:
         """Copies of what is restored; zeros for the new tokens, and for slot 0 of the padding."""
         end = _find_end(self.requests)
-        return [
-            cache[:end].index_fill(0, torch.cat([slots.new_zeros(1), slots]), 0)
-            for pair, slots in self._caches.values()
-            for cache in pair
-        ]
+        others = list[torch.Tensor]()
+        for cached in self._caches.values():
+            own = torch.cat([cached.slots.new_zeros(1), cached.slots])
+            for cache in (cached.keys, cached.values):
+                others.append(cache[:end].index_fill(0, own, 0))
+        return others
 
 
 def find_borrowing_reason(runner: Any) -> str | None:
@@ -219,7 +216,7 @@ def _fit_requests(runner: Any, state: ModelState, window: int) -> list[Request]:
 
 def _list_caches(
     runner: Any, state: ModelState, requests: Sequence[Request]
-) -> Iterator[tuple[int, _Pair, list[torch.Tensor]]]:
+) -> Iterator[tuple[int, KeysAndValues, list[torch.Tensor]]]:
     """Of layers 0 to S-1 the number, K and V, and the slots of each request in them."""
     pool = runner.token_to_kv_pool
     for layer in state.model.layers[: state.cut_layer + 1]:

@@ -26,7 +26,7 @@ from sglang_gemma4_yoco.checking.requests import (
     draw_like,
     make_synthetic_requests,
 )
-from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
+from sglang_gemma4_yoco.checking.rounding import Difference
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
 TAIL, ROUNDINGS = "the captured tail", 2.0
@@ -57,13 +57,14 @@ def compare_graph(graphs: TailGraphs, runner: Any, size: int) -> list[Difference
     """Compare the graph for ``size`` rows with the eager layers: with most padding, and none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
-    compared = []
+    found = []
     with make_synthetic_requests(runner, graphs.state) as synthetic:
         for rows in sorted({fewest, size}):
             fill = partial(_fill_inputs, requests=synthetic.requests, generator=generator)
             captured = graphs.replayed(size, rows, fill)
-            compared.append(Comparison.of(TAIL, graphs.eager(size, rows), captured, ROUNDINGS))
-    return rounding.read_differences(compared)
+            eager = graphs.eager(size, rows)
+            found.append(rounding.compare(TAIL, eager, captured, ROUNDINGS))
+    return found
 
 
 def _fill_inputs(inputs: Inputs, requests: Sequence[Request], generator: torch.Generator) -> None:

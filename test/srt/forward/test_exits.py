@@ -370,8 +370,8 @@ def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
         stock(main, tail, attention, batch, k, v)
         table = engine.runner.req_to_token_pool.req_to_token
         first = table[batch.req_pool_indices[-1], :1].long()  # of a prefix
-        keys, slots = compat.pools.get_cache(tail, attention.layer_id, first)
-        keys[0][slots] += 1
+        token = compat.pools.get_cached_tokens(tail, attention.layer_id, first)
+        token.keys[token.slots] += 1
 
     with mock.patch.object(compat.pools, "write_keys_and_values", write):
         reason = reattached(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,18 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_gemma4_yoco.checking import rounding
-from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
+from sglang_gemma4_yoco.checking.rounding import Difference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def compared(
-    expected: torch.Tensor, found: torch.Tensor, roundings: float = 0.75, **others: torch.Tensor
+    expected: torch.Tensor, found: torch.Tensor, roundings: float = 0.75, **others: Any
 ) -> Difference:
-    [finding] = rounding.read_differences(
-        [Comparison.of("rows", expected, found, roundings, **others)]
-    )
-    return finding
+    return rounding.compare("rows", expected, found, roundings, **others)
 
 
 def exact(seed: int, rows: int = 18, width: int = 64, *, outliers: float = 1.0) -> torch.Tensor:
@@ -129,7 +127,7 @@ def test_zeros() -> None:
 
 def test_another_reason_is_allowed_besides() -> None:
     values = exact(0).bfloat16()
-    found = compared(values, values * 1.02, besides=torch.tensor(0.05))
+    found = compared(values, values * 1.02, besides=0.05)
     assert found.is_rounding
     assert found.allowed > 0.05
 
