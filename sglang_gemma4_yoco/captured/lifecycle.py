@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,26 +30,19 @@ _UNSUPPORTED = {
 }
 
 
-def find_reason(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | None:
-    """Why the tail of this server is not captured, or None.
-
-    Args:
-        can_be_captured: whether decode steps of its attention backend can.
-    """
+def find_reason(runner: Any, state: ModelState) -> str | None:
+    """Why the tail of this server is not captured, or None."""
     if settings.current.graph_rows == 0:
         return OFF
     if compat.decode_graphs.get_captured_steps(runner) is None:
         return NO_GRAPHS
     assert state.attention is not None
-    tail = state.attention.tail
-    if not can_be_captured:
-        return f"attention by {type(tail).__name__} is not known to be capturable"
     if not state.attention.decodes:
         return NOT_DECODING
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
-    if compat.decode_graphs.loads_kv_layerwise(tail.token_to_kv_pool):
+    if compat.decode_graphs.loads_kv_layerwise(state.attention.tail.token_to_kv_pool):
         return LOADED_MEANWHILE
     argument = compat.server.get_server_arguments()
     assert argument is not None, "SGLang has captured its own graphs"
@@ -76,8 +69,6 @@ def capture_tail(
     state: ModelState,
     check_graphs: Callable[[graphs.TailGraphs, Any], None],
     unshown: str | None = None,
-    *,
-    can_be_captured: bool,
 ) -> None:
     """Capture the tail anew and have its graphs checked, on all ranks or on none.
 
@@ -89,7 +80,7 @@ def capture_tail(
     """
     try:
         drop_tail(state, NOT_YET)
-        reason = find_reason(runner, state, can_be_captured=can_be_captured) or unshown
+        reason = find_reason(runner, state) or unshown
         reason = ranks.find_difference(f"captured: {reason}") or reason
         if reason is None:
             reason = _capture_and_check(runner, state, check_graphs)
@@ -107,8 +98,10 @@ def _capture_and_check(
     runner: Any, state: ModelState, check_graphs: Callable[[graphs.TailGraphs, Any], None]
 ) -> str | None:
     """Capture the tail; returns why it is not used, or None."""
-    state.captured = tail = graphs.TailGraphs(runner, state, partial(drop_tail, state))
+    began = time.monotonic()
+    state.captured = tail = graphs.TailGraphs(runner, state)
     tail.capture()
+    seconds = time.monotonic() - began
     check_graphs(tail, runner)
     # A graph that one rank drops, no rank may replay: they would add up different rows.
     differ = ranks.find_difference(f"replayed: {tail.rows}")
@@ -119,6 +112,6 @@ def _capture_and_check(
     state.report["tail"] = f"captured for up to {tail.rows[-1]} rows"
     log.log_once(
         f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "
-        f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
+        f"{', '.join(map(str, tail.rows))} rows in {seconds:.1f} s"
     )
     return None

@@ -12,7 +12,6 @@ comparisons with stock (``checking.start``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,8 +59,8 @@ def compare_graph(graphs: TailGraphs, runner: Any, size: int) -> list[Difference
     found = []
     with make_synthetic_requests(runner, graphs.state) as synthetic:
         for rows in sorted({fewest, size}):
-            fill = partial(_fill_inputs, requests=synthetic.requests, generator=generator)
-            captured = graphs.replayed(size, rows, fill)
+            _fill_inputs(graphs.inputs[rows], synthetic.requests, generator)
+            captured = graphs.replayed(size, rows)
             eager = graphs.eager(size, rows)
             found.append(rounding.compare(TAIL, eager, captured, ROUNDINGS))
     return found

@@ -226,10 +226,9 @@ MAIN_BACKENDS = {
     "FlashAttentionBackend",
     "XPUAttentionBackend",
 }
-# Run the tail: its decode step over a donor's K and V sees what the prefill's row sees.
+# Run the tail: its decode step over a donor's K and V sees what the prefill's row sees. It can be
+# captured: its decode steps read only buffers that planning fills.
 TAIL_BACKENDS = {"TritonAttnBackend"}
-# Run it captured: its decode steps read only buffers that planning fills.
-CAPTURABLE_BACKENDS = {"TritonAttnBackend"}
 
 # A variable of SGLang 0.5.23. When the tail is captured and compared, the pools are not there yet.
 ALLOCATED_LATER = (

@@ -200,8 +200,7 @@ def set_up(runner: Any, state: ModelState) -> None:
     first, unshown = not state.is_checked, None
     if not first:
         unshown = requests.find_borrowing_reason(runner)
-    able = limits.get_backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
-    lifecycle.capture_tail(runner, state, tail_graphs.check_graphs, unshown, can_be_captured=able)
+    lifecycle.capture_tail(runner, state, tail_graphs.check_graphs, unshown)
     checked = None
     if first:
         checked = _check_start(runner, state)
