@@ -100,8 +100,10 @@ def patch_sglang() -> None:
     """
     global installed
     compat.names.check_names()
-    for (patched, name), wrap in WRAPPED.items():
-        setattr(patched, name, wrap(getattr(patched, name)))
+    # All of them first: where SGLang lacks one, nothing is changed.
+    wrapped = {(owner, name): wrap(getattr(owner, name)) for (owner, name), wrap in WRAPPED.items()}
+    for (owner, name), method in wrapped.items():
+        setattr(owner, name, method)
     for name in compat.names.PUBLISHED_HELPERS:
         setattr(_Model, name, getattr(published, name))
     installed = True
