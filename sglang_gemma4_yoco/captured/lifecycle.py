@@ -30,6 +30,9 @@ _UNSUPPORTED = {
 }
 
 
+_Check = Callable[[graphs.TailGraphs, Any], str | None]
+
+
 def find_reason(runner: Any, state: ModelState) -> str | None:
     """Why the tail of this server is not captured, or None."""
     if settings.current.graph_rows == 0:
@@ -64,23 +67,18 @@ def drop_tail(state: ModelState, reason: str) -> None:
         log.log_once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
 
 
-def capture_tail(
-    runner: Any,
-    state: ModelState,
-    check_graphs: Callable[[graphs.TailGraphs, Any], None],
-    unshown: str | None = None,
-) -> None:
+def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
     """Capture the tail anew and have its graphs checked, on all ranks or on none.
 
     Args:
-        unshown: why they cannot be checked now, if so; then nothing is captured.
+        check_graphs: drops what differs; returns why the graphs cannot be checked, or None.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
     try:
         drop_tail(state, NOT_YET)
-        reason = find_reason(runner, state) or unshown
+        reason = find_reason(runner, state)
         reason = ranks.find_difference(f"captured: {reason}") or reason
         if reason is None:
             reason = _capture_and_check(runner, state, check_graphs)
@@ -94,21 +92,19 @@ def capture_tail(
         drop_tail(state, reason)
 
 
-def _capture_and_check(
-    runner: Any, state: ModelState, check_graphs: Callable[[graphs.TailGraphs, Any], None]
-) -> str | None:
+def _capture_and_check(runner: Any, state: ModelState, check_graphs: _Check) -> str | None:
     """Capture the tail; returns why it is not used, or None."""
     began = time.monotonic()
     state.captured = tail = graphs.TailGraphs(runner, state)
     tail.capture()
     seconds = time.monotonic() - began
-    check_graphs(tail, runner)
-    # A graph that one rank drops, no rank may replay: they would add up different rows.
-    differ = ranks.find_difference(f"replayed: {tail.rows}")
+    reason = check_graphs(tail, runner)
     if not tail.rows:
-        return NONE_GOOD
-    if differ is not None:
-        return differ
+        reason = NONE_GOOD
+    # A graph that one rank drops, no rank may replay: they would add up different rows.
+    reason = ranks.find_difference(f"replayed: {tail.rows}, {reason}") or reason
+    if reason is not None:
+        return reason
     state.report["tail"] = f"captured for up to {tail.rows[-1]} rows"
     log.log_once(
         f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "

@@ -102,8 +102,8 @@ class SyntheticRequests:
         return others
 
 
-def find_borrowing_reason(runner: Any) -> str | None:
-    """Why slots of a server that serves may not be used for a moment, or None.
+def _check_borrowing(runner: Any) -> None:
+    """Raise NotComparableError where slots of a server that serves may not be used for a moment.
 
     SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
     keep their K and V. So nothing reads or writes the pools once the device has been waited for,
@@ -115,8 +115,7 @@ def find_borrowing_reason(runner: Any) -> str | None:
     transfers = argument("disaggregation_mode") != "null"
     copies = argument("enable_hierarchical_cache") or loads_kv_layerwise(runner.token_to_kv_pool)
     if transfers or copies:
-        return SHARED
-    return None
+        raise NotComparableError(SHARED)
 
 
 @contextmanager
@@ -127,8 +126,10 @@ def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[Syntheti
         runner: SGLang's ``ModelRunner``; nothing else reads or writes its pools meanwhile.
 
     Raises:
-        NotComparableError: the pools have no room for them.
+        NotComparableError: the pools have no room for them, or may not be used.
     """
+    if state.serves:
+        _check_borrowing(runner)
     window = max(
         compat.attention.count_keys_in_window(layer.self_attn.attn) for layer in state.model.layers
     )
@@ -193,24 +194,24 @@ def _choose_lengths(window: int, page: int) -> list[tuple[int, int]]:
 
 
 def _fit_requests(runner: Any, state: ModelState, window: int) -> list[Request]:
-    """Those that fit into the pools; slots of a page are consecutive, and pages are shuffled."""
+    """Those that fit into the pools; the pages of each are shuffled, in each pool otherwise."""
     page, table = runner.token_to_kv_pool_allocator.page_size, runner.req_to_token_pool.req_to_token
-    slots = min(len(keys) for _, (keys, _), _ in _list_caches(runner, state, ()))
-    lengths, pages = list[tuple[int, int]](), list[int]()
+    pages = min(len(keys) for _, (keys, _), _ in _list_caches(runner, state, ())) // page
+    vocabulary, draw = state.model.config.vocab_size, torch.Generator().manual_seed(0)
+    requests, first_page = list[Request](), 1  # the first one is reserved
     for cached, new in _choose_lengths(window, page):
-        more = -(-(cached + new) // page)
-        fits = sum(pages) + more < slots // page  # the first one is reserved
-        if fits and cached + new <= table.shape[1] and len(lengths) + 1 < table.shape[0]:
-            lengths.append((cached, new))
-            pages.append(more)
-    draw = torch.Generator().manual_seed(0)
-    both = [(torch.randperm(sum(pages), generator=draw) + 1).split(pages) for _ in range(2)]
-    vocabulary, requests = state.model.config.vocab_size, []
-    for row, ((cached, new), *drawn) in enumerate(zip(lengths, *both, strict=True), start=1):
-        own = [(p[:, None] * page + torch.arange(page)).flatten()[: cached + new] for p in drawn]
+        row, length = len(requests) + 1, cached + new
+        end_page = first_page - (-length // page)
+        if end_page > pages or length > table.shape[1] or row >= table.shape[0]:
+            continue
         # In the middle of the vocabulary: Gemma keeps special tokens at both ends.
         ids = torch.randint(vocabulary // 2, vocabulary * 9 // 10, (new,), generator=draw)
-        requests.append(Request(row, cached, *(t.to(runner.device) for t in (ids, *own))))
+        tensors = [ids]
+        shuffled = first_page + torch.randperm(end_page - first_page, generator=draw)
+        for order in (shuffled, shuffled.flip(0)):
+            tensors.append((order[:, None] * page + torch.arange(page)).flatten()[:length])
+        requests.append(Request(row, cached, *(tensor.to(runner.device) for tensor in tensors)))
+        first_page = end_page
     return requests
 
 
@@ -277,7 +278,7 @@ def make_prefill_batch(
     total = batch.extend_num_tokens
     for name, value in {
         "contains_last_prefill_chunk": finishes,
-        "req_pool_indices_cpu": torch.tensor([r.row for r in requests]),
+        "req_pool_indices_cpu": batch.req_pool_indices.to("cpu", copy=True),
         # How a captured prefill separates rows from padding, up to 0.5.19 and since then.
         "num_token_non_padded_cpu": total,
         "global_num_token_non_padded_cpu": total,
@@ -305,32 +306,32 @@ def _want_logprobs(batch: Any, requests: Sequence[Request], starts: Sequence[int
 
 def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
     """The fields of a batch that say which rows these requests have."""
-    rows, prefixes, lens, lengths = list[int](), list[int](), list[int](), list[int]()
-    first_rows, positions = list[int](), list[int]()
-    slots = list[torch.Tensor]()
+    rows, prefixes, lens = list[int](), list[int](), list[int]()
+    ids, slots, positions = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for r in requests:
-        first_rows.append(sum(lens))
         rows.append(r.row)
         prefixes.append(r.cached)
         lens.append(len(r.ids))
-        lengths.append(len(r.slots))
-        positions += range(r.cached, len(r.slots))
+        ids.append(r.ids)
         slots.append(r.slots[r.cached :])
-    input_ids = torch.cat([r.ids for r in requests])
+        positions.append(torch.arange(r.cached, len(r.slots), device=r.ids.device))
+    input_ids = torch.cat(ids)
     on_device = input_ids.new_tensor
+    cached, new = on_device(prefixes), on_device(lens)
+    lengths, first_rows = cached + new, new.cumsum(0) - new
     return {
         "input_ids": input_ids,
         "req_pool_indices": on_device(rows),
-        "seq_lens": on_device(lengths),
-        "seq_lens_cpu": torch.tensor(lengths),
-        "orig_seq_lens": on_device(lengths, dtype=torch.int32),
-        "seq_lens_sum": sum(lengths),
+        "seq_lens": lengths,
+        "seq_lens_cpu": lengths.to("cpu", copy=True),
+        "orig_seq_lens": lengths.int(),
+        "seq_lens_sum": sum(prefixes) + sum(lens),
         "out_cache_loc": torch.cat(slots),
-        "positions": on_device(positions),
-        "extend_num_tokens": sum(lens),
-        "extend_seq_lens": on_device(lens, dtype=torch.int32),
-        "extend_prefix_lens": on_device(prefixes, dtype=torch.int32),
-        "extend_start_loc": on_device(first_rows, dtype=torch.int32),
+        "positions": torch.cat(positions),
+        "extend_num_tokens": len(input_ids),
+        "extend_seq_lens": new.int(),
+        "extend_prefix_lens": cached.int(),
+        "extend_start_loc": first_rows.int(),
         "extend_seq_lens_cpu": lens,
         "extend_prefix_lens_cpu": prefixes,
     }

@@ -31,18 +31,17 @@ from sglang_gemma4_yoco.checking.rounding import Difference
 TAIL, ROUNDINGS = "the captured tail", 2.0
 
 
-def check_graphs(graphs: TailGraphs, runner: Any) -> None:
+def check_graphs(graphs: TailGraphs, runner: Any) -> str | None:
     """Compare every graph with the eager layers, and drop what differs, with one error line.
 
-    One that cannot be compared, as the pools have no room for it, is dropped without a line: the
-    check at start says so.
+    Returns:
+        Why they cannot be compared, or None.
     """
     for size in graphs.rows:
         try:
             largest = rounding.find_worst(compare_graph(graphs, runner, size))
-        except NotComparableError:
-            graphs.drop(size)
-            continue
+        except NotComparableError as why:
+            return str(why)
         if not largest.is_rounding:
             graphs.drop(size)
             log.log_error(
@@ -50,6 +49,7 @@ def check_graphs(graphs: TailGraphs, runner: Any) -> None:
                 f"eager one (relative error {largest.error:.1e}, up to "
                 f"{largest.allowed:.1e} is rounding) and is not used"
             )
+    return None
 
 
 def compare_graph(graphs: TailGraphs, runner: Any, size: int) -> list[Difference]:

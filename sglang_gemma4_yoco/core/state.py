@@ -66,7 +66,7 @@ class ModelState:
         after_cut: called with each forward that was cut, its plan and its output; returns the
             output for the model. None if there is nothing to do.
         failures_in_a_row: of the fast path.
-        is_checked: whether it was compared with stock at start, or has not to be.
+        serves: whether it was set up, so that the server may have requests.
         planned_rows: rows of a batch that is to be cut, until the model's forward takes its plan.
         report: entries for /server_info, by key, from the parts that use this object.
     """
@@ -87,7 +87,7 @@ class ModelState:
         self.is_capturing: Callable[[], bool] = compat.attention.is_capturing
         self.after_cut: Callable[[Any, Any, Any], Any] | None = None
         self.failures_in_a_row = 0
-        self.is_checked = False
+        self.serves = False
         self.planned_rows: int | None = None
         self.report: dict[str, Any] = {}
         self.splits_per_layer_inputs = can_be_split(model)

@@ -19,7 +19,6 @@ from sglang_gemma4_yoco.checking import requests, rounding
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.start import Checked
-from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
@@ -43,19 +42,15 @@ def capture_graphs(runner: Any, state: ModelState) -> Iterator[str | None]:
     of which no batch may be cut: its setup was never tried with a repair. Yields why it repairs.
     """
     _close_hooks(runner)
-    why = None
-    if state.unsupported is None:
-        why = capture.find_repair(multimodal=runner.model_config.is_multimodal)
+    multimodal, why = runner.model_config.is_multimodal, None
     with ExitStack() as stack:
-        if (
-            state.unsupported is None
-            and compat.server.get_cuda_graph_backend("prefill") == captured_prefills.BREAKABLE
-        ):
+        if state.unsupported is None and capture.find_closed_reason() is None:
             stack.enter_context(note_exit_points(state.tail_layers[0]))
+            why = capture.find_repair(multimodal=multimodal)
         if why is not None:
             stack.enter_context(capture.repair_capture(state.model, runner.model.config, why))
         else:
-            capture.warn_that_capture_fails(multimodal=runner.model_config.is_multimodal)
+            capture.warn_that_capture_fails(multimodal=multimodal)
         yield why
 
 
@@ -122,78 +117,56 @@ def _compare_inputs(runner: Any, state: ModelState) -> None:
         log.log_error(f"Gemma 4 fast prefill: no captured prefill is used: {OTHER_INPUTS}")
 
 
-def open_exits(runner: Any, state: ModelState, unshown: str | None = None) -> None:
+def open_exits(runner: Any, state: ModelState) -> None:
     """Open the exits of what SGLang has captured; with several ranks on all, or on none.
-
-    Args:
-        unshown: why they cannot be checked now, if so.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
-    exits, level = None, logging.WARNING
-    if compat.server.get_captured_prefills(runner) is None:
+    prefills = compat.server.get_captured_prefills(runner)
+    if prefills is None:
         return
     _close_hooks(runner)
-    reason = unshown or _find_reason(runner)
-    try:
-        exits = _make_exits(runner, state)
-        if exits is not None and not all(exits.segments.values()):
+    reason, exits = capture.find_closed_reason(), None
+    if reason is None and getattr(runner, "canary_manager", None) is not None:
+        reason = CANARY
+    if reason not in (capture.NO_BREAKS, capture.NEWER):
+        config = None
+        if hasattr(prefills, _OF_IDS):
+            config = runner.model.config
+        exits = PrefillGraphExits(state, prefills, config)
+        if not all(exits.segments.values()):
             reason = reason or NO_POINT
-    except AttributeError as missing:
-        reason = str(missing)
     reason = ranks.find_difference(f"exits: {reason}, {exits and exits.segments}") or reason
+    level = logging.WARNING
     if exits is not None:
         exits.closed = reason
-    if exits is not None and reason is None:
-        checked = _check_exits(runner, state, exits)
-        state.report["exits_check"] = checked.to_json()
-        # A rank that leaves a graph would wait for one that runs it to its end.
-        reason = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
-        if checked.worst is not None and not checked.agrees:
-            reason, level = f"the check found {checked.worst}", logging.ERROR
-        elif not checked.agrees:
-            reason, level = f"they are not checked: {checked.unchecked}", logging.ERROR
-        exits.closed = reason
-    _report(state, exits, reason, level)
-
-
-def _report(
-    state: ModelState, exits: PrefillGraphExits | None, closed: str | None, level: int
-) -> None:
-    """Log whether the exits are open, and note it for /server_info."""
-    if closed is None:
+        if reason is None:
+            exits.closed = reason = _find_defect(runner, state, exits)
+            level = logging.ERROR
+    if reason is None:
         state.report["exits"] = f"open {exits}"
         log.log_once(f"Gemma 4 fast prefill: exits from captured prefills are open {exits}")
         return
-    state.report["exits"] = f"closed: {closed}"
+    state.report["exits"] = f"closed: {reason}"
     log.log_once(
-        f"Gemma 4 fast prefill: exits from captured prefills are closed: {closed}; "
+        f"Gemma 4 fast prefill: exits from captured prefills are closed: {reason}; "
         "--cuda-graph-backend-prefill=disabled shortens prefills",
         level,
     )
 
 
-def _find_reason(runner: Any) -> str | None:
-    """Why no exit of this server may be open, or None."""
-    reason = capture.find_closed_reason()
-    if reason is None and getattr(runner, "canary_manager", None) is not None:
-        return CANARY
-    return reason
-
-
-def _make_exits(runner: Any, state: ModelState) -> PrefillGraphExits | None:
-    """The exits of this runner's captured prefills, if they have breaks.
-
-    Raises:
-        AttributeError: this SGLang captures prefills differently.
-    """
-    if compat.server.get_cuda_graph_backend("prefill") != captured_prefills.BREAKABLE:
-        return None
-    prefills, config = compat.server.get_captured_prefills(runner), None
-    if hasattr(prefills, _OF_IDS):
-        config = runner.model.config
-    return PrefillGraphExits(state, prefills, config)
+def _find_defect(runner: Any, state: ModelState, exits: PrefillGraphExits) -> str | None:
+    """Check the exits, which are open; returns why they must be closed, or None."""
+    checked = _check_exits(runner, state, exits)
+    state.report["exits_check"] = checked.to_json()
+    # A rank that leaves a graph would wait for one that runs it to its end.
+    differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
+    if checked.agrees:
+        return differ
+    if checked.worst is None:
+        return f"they are not checked: {checked.unchecked}"
+    return f"the check found {checked.worst}"
 
 
 def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Checked:
@@ -206,16 +179,14 @@ def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Ch
     if unchecked is not None:
         return Checked(unchecked=unchecked)
     found = list[Difference]()
-    # Up to now a graph that needs no repair has the text model's own embeddings, as its exit has.
-    of_ids = (
-        hasattr(runner.prefill_cuda_graph_runner, _OF_IDS) or compat.release.is_newer_than_tested()
-    )
+    # A graph that needs no repair has the text model's own embeddings, as its exit has.
+    of_ids = hasattr(runner.prefill_cuda_graph_runner, _OF_IDS)
     try:
         if of_ids and not text_inputs.inputs_agree(
             runner, state.model, exits.embed, state.cut_layer
         ):
             return Checked(rounding.make_defect(OTHER_INPUTS))
-        _run_to_exits(runner, state, max(exits.segments), found)
+        _run_to_exits(runner, state, found)
     except requests.NotComparableError as why:
         return Checked(unchecked=str(why))
     except Exception as failure:
@@ -226,11 +197,10 @@ def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Ch
     return Checked(rounding.find_worst(found))
 
 
-def _run_to_exits(runner: Any, state: ModelState, longest: int, found: list[Difference]) -> None:
+def _run_to_exits(runner: Any, state: ModelState, found: list[Difference]) -> None:
     """Run synthetic requests up to the exits; what differs from whole graphs is added to ``found``.
 
-    Args:
-        longest: tokens of the largest bucket.
+    A prompt that finishes leaves at an exit only where the tail is captured.
     """
     finished = list[bool]()
 
@@ -243,9 +213,6 @@ def _run_to_exits(runner: Any, state: ModelState, longest: int, found: list[Diff
     always = replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
     comparing = replaced(state, after_cut=compare)
     with requests.make_synthetic_requests(runner, state) as chunks, always, comparing:
-        if sum(chunks.lens) > longest:
-            found.append(rounding.make_defect(f"{NOT_TAKEN}: they have up to {longest} tokens"))
-            return
         expected = [False]
         if state.captured is not None:
             few = chunks.requests[: state.captured.rows[-1]]

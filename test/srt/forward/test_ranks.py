@@ -148,7 +148,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
             return dataclasses.replace(found[-1], worst=rounding.make_defect("this rank's"))
         return found[-1]
 
-    state.is_checked = False
+    state.serves = False
     del state.report["check"]
     with mock.patch.object(checking, "check_model", differing):
         starting.set_up(engine.runner, state)
