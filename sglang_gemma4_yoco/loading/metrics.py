@@ -43,37 +43,31 @@ def describe_state() -> dict[str, Any]:
 
     ``reason``: why not active; ``cut``, ``tail``: where, and how the tail runs; ``exits``: whether
     prefills that SGLang has captured may be cut; ``check``, ``exits_check``: results of the checks
-    at start; ``rows`` by whether the last layer computed them; ``audits``: None without any.
+    at start; ``rows`` by whether the last layer computed them; ``audits``: what they have found.
     """
-    served, cut = get_attached_state(), None
+    served = get_attached_state()
     reason: str | None = NO_MODEL
-    facts: dict[str, Any] = {}
-    # A strict audit that finds a defect ends the audits; their result stays.
-    audited = counters.audits != counters.Audits()
+    names = ("version", "active", "reason", "cut", "tail", "exits", "check", "exits_check")
+    entry: dict[str, Any] = dict.fromkeys(names)
     if served is not None:
-        reason, facts = served.unsupported, dict(served.report)
-        audited = audited or served.after_cut is not None
-    if reason is None and counters.is_unused():
-        reason = counters.NOT_CUT
-    if reason is not None:  # no prefill is cut, so how is of no interest
-        facts |= {"tail": None, "exits": None}
-    elif served is not None:
-        cut = served.describe()
-    audits = None
-    if audited:
-        audits = asdict(counters.audits)
+        reason = served.unsupported
+        if reason is None and counters.is_unused():
+            reason = counters.NOT_CUT
+        entry |= served.report
+        if reason is None:
+            entry["cut"] = served.describe()
+        else:  # no prefill is cut, so how is of no interest
+            entry |= {"tail": None, "exits": None}
     forwards = Counter[str]()
     for outcome, number in counters.forwards.items():
         forwards[make_label(outcome)] += number
-    entry = {
+    entry |= {
         "version": __version__,
         "active": reason is None,
         "reason": reason,
-        "cut": cut,
-        **{name: facts.get(name) for name in ("tail", "exits", "check", "exits_check")},
         "forwards": forwards,
         "rows": counters.rows,
-        "audits": audits,
+        "audits": asdict(counters.audits),
     }
     return {name: replace_infinite(value) for name, value in entry.items()}
 
@@ -81,7 +75,7 @@ def describe_state() -> dict[str, Any]:
 def make_label(outcome: str) -> str:
     """An outcome in snake case, for a metric; reasons of the whole server have one in common.
 
-    >>> label("LoRA"), label("forward mode TARGET_VERIFY"), label("active_eager")
+    >>> make_label("LoRA"), make_label("forward mode TARGET_VERIFY"), make_label("active_eager")
     ('lora', 'forward_mode_target_verify', 'active_eager')
     """
     if outcome in counters.server_reasons:
@@ -92,18 +86,14 @@ def make_label(outcome: str) -> str:
 def replace_infinite(value: Any) -> Any:
     """``value`` with a word for each number in it that is not finite: JSON has none.
 
-    >>> finite({"worst": math.inf, "check": {"allowed": 0.5}})
-    {'worst': 'infinite', 'check': {'allowed': 0.5}}
+    >>> replace_infinite({"worst": math.inf, "check": {"allowed": 0.5}})
+    {'worst': 'inf', 'check': {'allowed': 0.5}}
     """
     if isinstance(value, Mapping):
         return {name: replace_infinite(part) for name, part in value.items()}
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "not a number"
-    if value > 0:
-        return "infinite"
-    return "-infinite"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def add_to_server_info(output: Any) -> None:

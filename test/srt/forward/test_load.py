@@ -78,13 +78,12 @@ def test_a_setting_that_means_nothing(
 def test_a_setting_that_means_something(name: str) -> None:
     """It sets what it is named after, and nothing else."""
     setting = settings.VARIABLES[name]
-    minimum = setting.metadata["minimum"]
     values: dict[str, Any] = {"0": False, "1": True}
-    if minimum is not None:
-        values = {}
-        for number in (minimum, 4096):
-            values[str(number)] = number
-    elif settings.has_names(setting):
+    if "number" in setting.metadata["kind"].accepted:
+        values = {"1": 1, "04096": 4096}
+        if "from 0 up" in setting.metadata["kind"].accepted:
+            values["0"] = 0
+    elif setting.default == ():
         values = {"theirs": ("theirs",), "a.B, c_1.d": ("a.B", "c_1.d")}
     for value, meaning in values.items():
         expected = dataclasses.replace(settings.Settings(), **{setting.name: meaning})

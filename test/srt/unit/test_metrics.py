@@ -117,7 +117,7 @@ def test_whatever_turns_the_path_off_is_told(serving: Serving, reason: str | Non
 
 @pytest.mark.parametrize(
     ("largest", "word"),
-    [(math.inf, "infinite"), (-math.inf, "-infinite"), (math.nan, "not a number")],
+    [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")],
 )
 def test_a_number_that_is_not_finite_is_a_word(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
