@@ -45,8 +45,6 @@ def find_reason(runner: Any, state: ModelState) -> str | None:
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
-    if compat.decode_graphs.loads_kv_layerwise(state.attention.tail.token_to_kv_pool):
-        return LOADED_MEANWHILE
     argument = compat.server.get_server_arguments()
     assert argument is not None, "SGLang has captured its own graphs"
     for name, reason in _UNSUPPORTED.items():

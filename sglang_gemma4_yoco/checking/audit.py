@@ -37,15 +37,11 @@ def make_auditor(runner: Any, state: ModelState) -> Auditor | None:
     """The auditor of this server; None if audits are off, or impossible (the log has why)."""
     if settings.current.audit == 0:
         return None
-    processor = getattr(runner.model, "logits_processor", None)
-    if processor is None:
-        why = f"{type(runner.model).__name__} has no logits processor"
-    elif compat.attention.frees_tables_early(runner.attn_backend):
+    if compat.attention.frees_tables_early(runner.attn_backend):
         why = f"{TABLES}; {compat.server.BARRIER_VARIABLE}=1 prevents that"
-    else:
-        return Auditor(state, processor, settings.current.audit)
-    log.log_once(f"Gemma 4 fast prefill is not audited: {why}", logging.WARNING)
-    return None
+        log.log_once(f"Gemma 4 fast prefill is not audited: {why}", logging.WARNING)
+        return None
+    return Auditor(state, runner.model.logits_processor, settings.current.audit)
 
 
 class Auditor:
@@ -154,16 +150,13 @@ class Auditor:
         if agrees:
             return True
         if counters.audits.differ <= _MOST_LINES:
-            batch = plan.batch
-            what, starts = str(worst), None
+            batch, what = plan.batch, str(worst)
             if worst.is_rounding:
                 what = "another rank has found a defect"
-            if batch.return_logprob:
-                starts = batch.extend_logprob_start_lens_cpu
             log.log_error(
                 f"Gemma 4 fast prefill: an audited prefill differs from stock's: {what}; new "
                 f"tokens {batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, "
-                f"logprobs from {starts}, {plan.outcome}"
+                f"logprobs from {batch.extend_logprob_start_lens_cpu}, {plan.outcome}"
             )
         if self._turns_off:
             self._state.turn_off(DIFFERED)

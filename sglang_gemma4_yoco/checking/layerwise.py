@@ -106,20 +106,14 @@ def call_before_layers(
 
     with ExitStack() as stack:
         for number, layer in layers.items():
-            handle = layer.register_forward_pre_hook(partial(hook, number), with_kwargs=True)
-            stack.callback(handle.remove)
+            calling = layer.register_forward_pre_hook(partial(hook, number), with_kwargs=True)
+            stack.enter_context(calling)
         yield
 
 
 @contextmanager
 def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
     """In the ``with`` block ``visit`` is called with the result of each step of the tail."""
-
-    def before_layer(number: int, call: dict[str, Any]) -> None:
-        if number == state.cut_layer:
-            visit(_OUTPUT, number - 1, state.kind.view_rows(call["hidden_states"]))
-        if call["per_layer_input"] is not None:
-            visit(_INPUT, number, call["per_layer_input"])
 
     def attend(number: int, stock: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         visit(_QUERIES, number, q)
@@ -129,16 +123,22 @@ def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
         visit(_MEAN, number, stock(torch.zeros_like(q), *args, **kwargs | {"save_kv_cache": False}))
         return output
 
-    def after_layer(number: int, _: Any, __: Any, output: Any) -> None:
+    def run_layer(number: int, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        call = name_arguments(_LAYER, args, kwargs)
+        if number == state.cut_layer:
+            visit(_OUTPUT, number - 1, state.kind.view_rows(call["hidden_states"]))
+        if call["per_layer_input"] is not None:
+            visit(_INPUT, number, call["per_layer_input"])
+        output = stock(*args, **kwargs)
         visit(_OUTPUT, number, state.kind.view_rows(compat.layers.get_rows(output)))
+        return output
 
-    layers = dict(enumerate(state.tail_layers, start=state.cut_layer))
-    with call_before_layers(layers, before_layer), ExitStack() as stack:
-        for number, layer in layers.items():
-            stack.callback(layer.register_forward_hook(partial(after_layer, number)).remove)
+    with ExitStack() as stack:
+        for number, layer in enumerate(state.tail_layers, start=state.cut_layer):
             attention = layer.self_attn.attn
-            forward = partial(attend, number, attention.forward)
-            stack.enter_context(replaced(attention, forward=forward))
+            for part, forward in ((layer, run_layer), (attention, attend)):
+                watched = partial(forward, number, part.forward)
+                stack.enter_context(replaced(part, forward=watched))
         yield
 
 
@@ -176,9 +176,8 @@ def watch_stock(state: ModelState, stock: Stock, *, before_cut: bool = False) ->
         replaced(model, project_per_layer_inputs=projecting),
         call_before_layers(watched_layers, keep_all),
         _visit_steps(state, keep),
-        ExitStack() as stack,
+        model.norm.register_forward_hook(keep_final),
     ):
-        stack.callback(model.norm.register_forward_hook(keep_final).remove)
         yield
 
 

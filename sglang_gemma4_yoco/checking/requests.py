@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_gemma4_yoco import compat, counters, settings
-from sglang_gemma4_yoco.compat.decode_graphs import loads_kv_layerwise
 from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.replaced import replaced
@@ -102,7 +101,7 @@ class SyntheticRequests:
         return others
 
 
-def _check_borrowing(runner: Any) -> None:
+def _check_borrowing() -> None:
     """Raise NotComparableError where slots of a server that serves may not be used for a moment.
 
     SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
@@ -112,9 +111,7 @@ def _check_borrowing(runner: Any) -> None:
     """
     argument = compat.server.get_server_arguments()
     assert argument is not None, "a server that serves has been given its arguments"
-    transfers = argument("disaggregation_mode") != "null"
-    copies = argument("enable_hierarchical_cache") or loads_kv_layerwise(runner.token_to_kv_pool)
-    if transfers or copies:
+    if argument("disaggregation_mode") != "null" or argument("enable_hierarchical_cache"):
         raise NotComparableError(SHARED)
 
 
@@ -129,7 +126,7 @@ def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[Syntheti
         NotComparableError: the pools have no room for them, or may not be used.
     """
     if state.serves:
-        _check_borrowing(runner)
+        _check_borrowing()
     window = max(
         compat.attention.count_keys_in_window(layer.self_attn.attn) for layer in state.model.layers
     )

@@ -57,21 +57,32 @@ def capture_graphs(runner: Any, state: ModelState) -> Iterator[str | None]:
 def keep_to_text(runner: Any, state: ModelState, repaired: str | None) -> None:
     """Have prefills that SGLang has captured with the repair serve text alone, if they do it right.
 
+    Where their inputs are not bit for bit those of SGLang's eager model, none of them is used.
+
     Raises:
-        Exception: it failed, and none of these graphs is used.
+        Exception: it could not be found out, and other ranks wait for this one.
     """
     prefills = compat.server.get_captured_prefills(runner)
     if prefills is None or repaired is None:
         return
     if hasattr(prefills, _OF_IDS):  # SGLang has captured decode steps anew; these graphs stay
         return
+    _serve_text_alone(prefills)
+    agree = not settings.current.self_check
     try:
-        _serve_text_alone(prefills)
-        if settings.current.self_check:
-            _compare_inputs(runner, state)
-    except BaseException:
-        runner.prefill_cuda_graph_runner = None
-        raise
+        if not agree:
+            make = partial(text_inputs.embed_text, state.model, runner.model.config)
+            agree = text_inputs.inputs_agree(runner, state.model, make)
+        if ranks.find_difference(f"inputs: {agree}"):
+            agree = False
+    except Exception as failure:
+        if not compat.server.is_single_rank():
+            raise
+        log.log_failure("Gemma 4 fast prefill: captured prefills could not be checked", failure)
+    if not agree:
+        runner.prefill_cuda_graph_runner = None  # then SGLang runs prefills eagerly
+        state.report["exits"] = f"closed: {OTHER_INPUTS}"
+        log.log_error(f"Gemma 4 fast prefill: no captured prefill is used: {OTHER_INPUTS}")
 
 
 def close_exits(runner: Any) -> None:
@@ -93,28 +104,6 @@ def _serve_text_alone(prefills: Any) -> None:
 
     prefills.can_run_graph = can_run_graph
     setattr(prefills, _OF_IDS, True)
-
-
-def _compare_inputs(runner: Any, state: ModelState) -> None:
-    """Compare what graphs make of ids with SGLang's eager model; if it differs, they go.
-
-    Raises:
-        Exception: it failed, and other ranks wait for this one.
-    """
-    model, agree = state.model, False
-    forward = capture.make_forward_of_ids(model, runner.model.config)
-    try:
-        agree = text_inputs.inputs_agree(
-            runner, model, partial(text_inputs.get_given_inputs, runner, model, forward)
-        )
-    except Exception as failure:
-        if not compat.server.is_single_rank():
-            raise
-        log.log_failure("Gemma 4 fast prefill: captured prefills could not be checked", failure)
-    if ranks.find_difference(f"inputs: {agree}") or not agree:
-        runner.prefill_cuda_graph_runner = None  # then SGLang runs prefills eagerly
-        state.report["exits"] = f"closed: {OTHER_INPUTS}"
-        log.log_error(f"Gemma 4 fast prefill: no captured prefill is used: {OTHER_INPUTS}")
 
 
 def open_exits(runner: Any, state: ModelState) -> None:

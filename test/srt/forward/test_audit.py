@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -305,17 +304,6 @@ def test_logits_that_are_not_made_are_forgotten(engine: Engine) -> None:
 def test_none_without_a_wish(engine: Engine) -> None:
     assert audit.make_auditor(engine.runner, start.get_state(engine.text_model)) is None
     assert metrics.describe_state()["audits"]["agree"] == 0
-
-
-def test_why_there_are_none(
-    engine: Engine, setting: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
-    setting(audit=1)
-    assert (
-        audit.make_auditor(SimpleNamespace(model=object()), start.get_state(engine.text_model))
-        is None
-    )
-    assert "is not audited: " in caplog.text
 
 
 @pytest.mark.skipif(

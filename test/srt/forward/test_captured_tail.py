@@ -517,7 +517,6 @@ def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
     assert reason(engine) == lifecycle.NO_GRAPHS
 
 
-POOL = "attention.tail.token_to_kv_pool"
 REFUSED_ARGUMENTS = (
     "enable_hierarchical_cache",
     "enable_memory_saver",
@@ -581,15 +580,6 @@ class TestReasons:
         [
             ("attention", "decodes", False, lifecycle.NOT_DECODING),
             ("", "splits_per_layer_inputs", False, lifecycle.QUANTISED),
-            # Prefixes are loaded while layers run.
-            (POOL, "layer_transfer_counter", object(), lifecycle.LOADED_MEANWHILE),
-            (
-                f"{POOL}.full_kv_pool",
-                "layer_transfer_counter",
-                object(),
-                lifecycle.LOADED_MEANWHILE,
-            ),
-            (f"{POOL}.swa_kv_pool", "layer_transfer_counter", object(), lifecycle.LOADED_MEANWHILE),
         ],
     )
     def test_what_is_known_of_the_server(
