@@ -3,7 +3,7 @@
 Stock is watched, and the cut runs once more on its rows, step by step (``layerwise``): eagerly, and
 by the captured tail if that served. All kept rows, their logits, and K and V of layer S-1 are
 compared. A prefill that left its graph at an exit is compared with that graph run to its end.
-The client gets the fast path's answer, or stock's after a defect.
+The client gets stock's answer.
 """
 
 from __future__ import annotations
@@ -74,14 +74,13 @@ class Auditor:
         try:
             with rewrite_batch(plan.batch, {}):  # a forward that fails leaves its residual there
                 if forward.is_replay:  # it runs to its end in that memory
-                    stock, forced = output, None
-                    found = exits.compare_exit(forward, plan, output)
-                else:
-                    stock, forced, found = self._run_again(forward, plan)
+                    self._judge(plan, exits.compare_exit(forward, plan, output))
+                    return output
+                stock, forced, found = self._run_again(forward, plan)
             if plan.runner is None:
-                self._judge(plan, found, 0)
+                self._judge(plan, found)
             else:
-                self._compare_logits(plan, fast, forced, found)
+                self._compare_logits(plan, forced, found)
         except BaseException:
             rows.copy_(fast)
             raise
@@ -112,24 +111,19 @@ class Auditor:
         rows, found_eagerly = layerwise.run_on_stocks_rows(self._state, plan, stock)
         return output, rows, found + found_eagerly
 
-    def _compare_logits(
-        self, plan: Plan, fast: torch.Tensor, forced: torch.Tensor | None, found: list[Difference]
-    ) -> None:
-        """When SGLang computes the logits of stock's rows, compute those of the fast ones too."""
+    def _compare_logits(self, plan: Plan, forced: torch.Tensor, found: list[Difference]) -> None:
+        """When SGLang computes the logits of stock's rows, compute those of the forced ones too."""
         processor = self._processor.forward
 
         def compare(input_ids: Any, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            expected = processor(input_ids, rows, *args, **kwargs)
-            logits = expected.next_token_logits.clone()  # they may be in a buffer of all calls
-            if forced is not None:
-                again = processor(input_ids, forced, *args, **kwargs)
-                found.extend(_compare_both_logits(forced, logits, expected, again))
-            answer = processor(input_ids, fast, *args, **kwargs)
-            changed = logits.argmax(dim=-1) != answer.next_token_logits.argmax(dim=-1)
-            if self._judge(plan, found, int(changed.sum())):
-                return answer
-            expected.next_token_logits = logits
-            return expected
+            stock = processor(input_ids, rows, *args, **kwargs)
+            logits = stock.next_token_logits.clone()  # they may be in a buffer of all calls
+            again = processor(input_ids, forced, *args, **kwargs)
+            found.extend(_compare_both_logits(forced, logits, stock, again))
+            changed = logits.argmax(dim=-1) != again.next_token_logits.argmax(dim=-1)
+            self._judge(plan, found, int(changed.sum()))
+            stock.next_token_logits = logits
+            return stock
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._waiting.close()
@@ -141,14 +135,14 @@ class Auditor:
 
         self._waiting.enter_context(replaced(self._processor, forward=forward))
 
-    def _judge(self, plan: Plan, found: list[Difference], changes: int) -> bool:
-        """Count an audit, and log a defect; returns whether no rank has found one."""
+    def _judge(self, plan: Plan, found: list[Difference], changes: int = 0) -> None:
+        """Count an audit, and log a defect."""
         worst = rounding.find_worst(found)
         excess = ranks.find_largest(worst.excess)
         agrees = excess <= 1
         counters.count_audit(excess, agrees=agrees, greedy_changes=changes)
         if agrees:
-            return True
+            return
         if counters.audits.differ <= _MOST_LINES:
             batch, what = plan.batch, str(worst)
             if worst.is_rounding:
@@ -161,7 +155,6 @@ class Auditor:
         if self._turns_off:
             self._state.turn_off(DIFFERED)
             counters.note_unsupported(DIFFERED, logging.ERROR)
-        return False
 
 
 def _compare_both_logits(

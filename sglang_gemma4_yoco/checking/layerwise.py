@@ -33,6 +33,7 @@ from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail import EagerTail
 from sglang_gemma4_yoco.replaced import replaced
 
+_INPUTS = "per-layer inputs before those"
 _INPUT = "per-layer input"
 _QUERIES = "queries"
 _ATTENTION = "attention"
@@ -43,7 +44,8 @@ _FINAL = "normed output"
 # Root mean square of r roundings on each side: 0.27 * sqrt(r), and on a GPU another r / 2, where a
 # product is summed in parts that are rounded.
 _ROUNDINGS = {
-    _INPUT: 1.0,  # r = 5: projected, scaled, normed, added, scaled
+    _INPUTS: 1.0,  # r = 5: projected, scaled, normed, added, scaled
+    _INPUT: 1.0,
     _QUERIES: 0.75,  # r = 3: projected, normed, turned
     _ATTENTION: 1.0,  # weights and sums, for each part of the keys
     _MEAN: 1.0,
@@ -76,7 +78,7 @@ class Stock:
     index: torch.Tensor
     kept: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    positions: torch.Tensor | None = None
+    positions: Any = None
     embeds: torch.Tensor | None = None
     embedded: torch.Tensor | None = None
     keys: KeysAndValues = ()
@@ -158,8 +160,7 @@ def watch_stock(state: ModelState, stock: Stock, *, before_cut: bool = False) ->
         stock.embeds, stock.embedded = embeds.clone(), embedded
         projected = project(embeds, embedded)
         if projected is not None:
-            for layer in range(state.cut_layer):
-                keep(_INPUT, layer, projected[:, layer, :])
+            keep(_INPUTS, state.cut_layer, projected[:, : state.cut_layer])
         return projected
 
     def keep_all(number: int, call: dict[str, Any]) -> None:
@@ -169,12 +170,12 @@ def watch_stock(state: ModelState, stock: Stock, *, before_cut: bool = False) ->
     def keep_final(_: Any, __: Any, output: Any) -> None:
         keep(_FINAL, len(model.layers) - 1, compat.layers.get_rows(output))
 
-    watched_layers = dict(enumerate(model.layers[: state.cut_layer + 1]))
+    watched = dict(enumerate(model.layers[: state.cut_layer + 1]))
     if not before_cut:
-        watched_layers = {state.cut_layer: model.layers[state.cut_layer]}
+        watched = {state.cut_layer: watched[state.cut_layer]}
     with (
         replaced(model, project_per_layer_inputs=projecting),
-        call_before_layers(watched_layers, keep_all),
+        call_before_layers(watched, keep_all),
         _visit_steps(state, keep),
         model.norm.register_forward_hook(keep_final),
     ):
@@ -191,8 +192,8 @@ def run_on_stocks_rows(
     Returns:
         What the model would continue with, [T, hidden], and the findings of all steps.
     """
-    assert stock.positions is not None
-    steps = _StepComparer(state, plan, stock)
+    # Its slots are read now: the tail's batch has others.
+    steps = _StepComparer(state, stock, get_donor_cache(state, plan), set(stock.kept))
     rows_at_cut = stock.layer_inputs[state.cut_layer].clone()
     output = rows_at_cut.new_zeros(len(rows_at_cut), state.model.config.hidden_size)
     inputs = cut.make_inputs(state, plan)
@@ -202,7 +203,7 @@ def run_on_stocks_rows(
             cut.finish_prefill(state, plan, output, rows_at_cut, stock.positions, inputs)
         rows = output.index_select(0, stock.index)
         if isinstance(plan.runner, Replay):
-            steps.found.append(_compare_captured(state, plan, stock, rows))
+            steps.found.append(_compare_captured(plan.runner, plan.batch, steps, rows))
         steps.compare_keys_and_values()
     if isinstance(plan.runner, EagerTail):
         steps.visit(_FINAL, len(state.model.layers) - 1, rows)
@@ -211,38 +212,42 @@ def run_on_stocks_rows(
     return output, steps.found
 
 
+@dataclass
 class _StepComparer:
-    """Compares what each step gives with stock's, and replaces it by stock's."""
+    """Compares what each step gives with stock's, and replaces it by stock's.
 
-    def __init__(self, state: ModelState, plan: Plan, stock: Stock) -> None:
-        self.found: list[Difference] = []
-        self.missing = set(stock.kept)  # steps and their layers that have not run yet
-        self._state = state
-        self._stock = stock
-        # Now: the tail's batch has other slots.
-        self.cached = get_donor_cache(state, plan)
+    Attributes:
+        cached: K and V of layer S-1.
+        missing: steps and their layers that have not run yet.
+    """
+
+    state: ModelState
+    stock: Stock
+    cached: CachedTokens
+    missing: set[tuple[str, int]]
+    found: list[Difference] = field(default_factory=list)
 
     def compare_inputs(self, inputs: PerLayerInputs) -> None:
         """Have the per-layer inputs projected; compare those of the layers before the cut."""
-        stock = self._stock
+        stock, cut_layer = self.stock, self.state.cut_layer
         if stock.embeds is None:
             return
         projected = inputs.project(stock.embeds.clone(), stock.embedded)
         if projected is not None:
-            for layer in range(self._state.cut_layer):
-                self.visit(_INPUT, layer, projected[:, layer, :].index_select(0, stock.index))
+            before_cut = projected[:, slice(cut_layer), :]
+            self.visit(_INPUTS, cut_layer, before_cut.index_select(0, stock.index))
 
     def compare_keys_and_values(self) -> None:
         """Compare K and V of layer S-1 in the pool, and replace them by stock's."""
-        expected = self._stock.keys
-        self.found += compare_keys_and_values(self._state.cut_layer, expected, self.cached.read())
+        expected = self.stock.keys
+        self.found += compare_keys_and_values(self.state.cut_layer, expected, self.cached.read())
         self.cached.write(expected)
 
     def visit(self, step: str, layer: int, found: torch.Tensor) -> None:
         """Compare ``found``, the result of a step, and overwrite it with stock's."""
-        if (step, layer) == (_OUTPUT, self._state.cut_layer - 1):  # the tail begins
+        if (step, layer) == (_OUTPUT, self.state.cut_layer - 1):  # the tail begins
             self.compare_keys_and_values()
-        expected = self._stock.kept[step, layer].reshape(found.shape)
+        expected = self.stock.kept[step, layer].reshape(found.shape)
         self.found.append(self._compare(step, layer, expected, found))
         self.missing.discard((step, layer))
         found.copy_(expected)
@@ -251,9 +256,9 @@ class _StepComparer:
         self, step: str, layer: int, expected: torch.Tensor, found: torch.Tensor
     ) -> Difference:
         size, besides = None, 0.0
-        given = self._stock.kept.get((_OUTPUT, layer - 1))
+        given = self.stock.kept.get((_OUTPUT, layer - 1))
         if step in (_QUERIES, _ATTENTION, _MEAN):
-            attention = self._state.model.layers[layer].self_attn.attn
+            attention = self.state.model.layers[layer].self_attn.attn
             heads = len(found) * attention.tp_q_head_num
             expected, found = expected.reshape(heads, -1), found.reshape(heads, -1)
             if step != _QUERIES:
@@ -275,8 +280,8 @@ class _StepComparer:
         Scores are sums of head_dim products, in fp32, and Gemma 4 does not scale them: in sharp
         heads scores and their errors are large, and a softmax can double the errors.
         """
-        queries, width = self._stock.kept[_QUERIES, layer], attention.qk_head_dim
-        donor = self._state.model.layers[attention.layer_id].self_attn
+        queries, width = self.stock.kept[_QUERIES, layer], attention.qk_head_dim
+        donor = self.state.model.layers[attention.layer_id].self_attn
         norms = queries.float().reshape(-1, width).norm(dim=-1).max()
         eps = torch.finfo(torch.float32).eps
         if queries.is_cuda and queries.dtype == torch.float32:
@@ -285,21 +290,20 @@ class _StepComparer:
 
 
 def _compare_captured(
-    state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor
+    replay: Replay, batch: Any, steps: _StepComparer, rows: torch.Tensor
 ) -> Difference:
     """A captured tail's result against its layers, run eagerly on stock's rows, with padding."""
-    assert isinstance(plan.runner, Replay)
-    assert stock.positions is not None
+    stock, cut_layer = steps.stock, steps.state.cut_layer
     embeds, embedded = stock.embeds, stock.embedded
     if embeds is not None:
         embeds = embeds[stock.index]
     if embedded is not None:
-        embedded = embedded[stock.index, state.cut_layer :]
-    eager = plan.runner.eager(
-        rows=stock.kept[_OUTPUT, state.cut_layer - 1],
+        embedded = embedded[stock.index, cut_layer:]
+    eager = replay.eager(
+        rows=stock.kept[_OUTPUT, cut_layer - 1],
         positions=stock.positions[stock.index],
-        requests=plan.batch.req_pool_indices,
-        lengths=plan.batch.seq_lens,
+        requests=batch.req_pool_indices,
+        lengths=batch.seq_lens,
         embeds=embeds,
         embedded=embedded,
     )

@@ -179,7 +179,6 @@ class BothPaths:
     ) -> list[Difference]:
         """Run the cut on stock's rows, and compare."""
         state, stock, found = self._state, self._stock.of_rows(kept.indices), list[Difference]()
-        assert stock.positions is not None
         forward = EagerForward(
             state, stock.positions, None, stock.layer_inputs[state.cut_layer].clone
         )

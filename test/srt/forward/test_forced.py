@@ -130,7 +130,7 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
     ),
     "per-layer inputs before the cut": (
         function(per_layer, "project_layers", of_front),
-        {f"per-layer input of layer {layer}" for layer in range(DONOR)},
+        {f"per-layer inputs before those of layer {DONOR}"},
     ),
     "FFN of the donor": (module(DONOR, "mlp", in_turns), {f"output of layer {DONOR}"}),
     "FFN of the last layer": (module(LAST, "mlp", in_turns), {"output of layer 7"}),
