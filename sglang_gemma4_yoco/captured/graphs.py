@@ -79,6 +79,10 @@ class Inputs:
         """The same memory, of the first rows."""
         return self.change(lambda tensor: tensor[:rows])
 
+    def make_decode_step(self) -> Any:
+        """A batch of these rows, one per request, not planned."""
+        return compat.batch.make_decode_step(self.requests, self.lengths, self.positions)
+
     def fill(self, **tensors: torch.Tensor | None) -> None:
         """Copy these tensors into the inputs of the same names; one that is None stays so."""
         for name, tensor in tensors.items():
@@ -160,7 +164,7 @@ class TailGraphs:
         try:
             with compat.decode_graphs.capture_session(self._decode_steps, self._captured):
                 for bucket in reversed(self._buckets):
-                    self._batches[bucket] = _make_decode_step(self.inputs[bucket])
+                    self._batches[bucket] = self.inputs[bucket].make_decode_step()
                     self._plan_captured(bucket)
                     self._captured.capture_one(bucket, partial(self._tail, bucket))
         except BaseException:
@@ -219,7 +223,7 @@ class TailGraphs:
     def replayed(self, bucket: int, rows: int) -> torch.Tensor:
         """Plan for what so many rows of the static inputs hold, and replay: [rows, hidden]."""
         inputs = self.inputs[rows]
-        self._plan(bucket, inputs, _make_decode_step(inputs))
+        self._plan(bucket, inputs, inputs.make_decode_step())
         return self.replay(bucket)[:rows].clone()
 
     @torch.no_grad()
@@ -232,7 +236,7 @@ class TailGraphs:
         """
         inputs = self.inputs[bucket].change(torch.clone)
         inputs.first(kept).fill(**others)
-        batch = _make_decode_step(inputs)
+        batch = inputs.make_decode_step()
         batch.seq_lens_sum = int(inputs.lengths.sum())
         with self._attention.running(batch, {}, self._attention.plan(batch, {})):
             return self._layers(inputs, batch)[:kept]
@@ -252,13 +256,3 @@ class TailGraphs:
         rows = inputs.rows.clone()
         layers = self.state.tail_layers
         return self.state.kind.run_tail(model, layers, batch, rows, inputs.positions, projected)
-
-
-def _make_decode_step(inputs: Inputs) -> Any:
-    """A batch of these rows, one per request, not planned."""
-    return compat.batch.make_decode_batch(
-        input_ids=inputs.positions,  # only its shape is read
-        req_pool_indices=inputs.requests,
-        seq_lens=inputs.lengths,
-        positions=inputs.positions,
-    )

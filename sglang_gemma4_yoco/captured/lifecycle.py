@@ -20,13 +20,14 @@ NOT_DECODING = "its rows are not a decode step on this attention backend"
 QUANTISED = "the per-layer inputs are quantised"
 NONE_GOOD = "no graph gave what the eager layers give"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
-_BORROWS = "SGLANG_ENABLE_GRAPH_POOL_BORROW"
-# Server arguments with which a replay may differ from its capture, and why.
+# Arguments and, in capitals, environment variables with which a replay may differ, and why.
 _UNSUPPORTED = {
     "enable_hierarchical_cache": LOADED_MEANWHILE,
     "enable_memory_saver": "memory may be taken away and given back",
     "enable_symm_mem": "collectives need memory of their own",
     "disable_cuda_graph_padding": "rows must not be padded",
+    # 0.5.21 and later: while none of them is replayed.
+    "SGLANG_ENABLE_GRAPH_POOL_BORROW": "SGLang lends the memory of its graphs",
 }
 
 
@@ -48,10 +49,8 @@ def find_reason(runner: Any, state: ModelState) -> str | None:
     argument = compat.server.get_server_arguments()
     assert argument is not None, "SGLang has captured its own graphs"
     for name, reason in _UNSUPPORTED.items():
-        if argument(name):
-            return f"--{name.replace('_', '-')}: {reason}"
-    if compat.server.read_variable(_BORROWS):  # 0.5.21 and later: while none is replayed
-        return f"SGLang borrows the memory of its graphs ({_BORROWS})"
+        if argument(name) or compat.server.read_variable(name):
+            return f"{name}: {reason}"
     return compat.decode_graphs.find_memory_reason(torch.device(runner.device))
 
 

@@ -174,11 +174,6 @@ def restore_afterwards(places: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def draw_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Normally distributed, of this shape, in fp32."""
-    return torch.randn(like.shape, generator=generator, device=like.device)
-
-
 def _choose_lengths(window: int, page: int) -> list[tuple[int, int]]:
     """Tokens cached and new, of each request; what is cached ends with a page.
 
@@ -230,27 +225,23 @@ def _find_end(requests: Sequence[Request]) -> int:
 
 
 def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], window: int) -> None:
-    """Write random K and V into the requests' slots, as large as the model's own."""
+    """Write random K and V into the requests' slots, as large as the model's own.
+
+    The values at the edge of the last row's window, of the first token inside and the last one
+    outside, are as large as all others together: bf16's rounding would hide one of 512 equal ones.
+    """
     generator, end = torch.Generator(runner.device).manual_seed(0), _find_end(requests)
     caches = _list_caches(runner, state, requests)
     for layer, (_, (keys, values), slots) in zip(state.model.layers, caches, strict=False):
+        values[:end].normal_(generator=generator)
         # Gemma 4 scales no scores: its weights keep keys small.
-        of_channels = layer.self_attn.k_norm.weight.float()
-        keys[:end] = draw_like(keys[:end], generator) * of_channels
-        values[:end] = draw_like(values[:end], generator)
+        keys[:end].normal_(generator=generator).mul_(layer.self_attn.k_norm.weight)
+        most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
         for request, own in zip(requests, slots, strict=True):
-            _mark_edges(values, own, request, window)
-
-
-def _mark_edges(values: torch.Tensor, slots: torch.Tensor, request: Request, window: int) -> None:
-    """Make the values at the edge of the last row's window, of the first token inside and the last
-    one outside, as large as all others together: bf16's rounding would hide one of 512 equal ones.
-    """
-    most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
-    first = len(slots) - window
-    for token in (first - 1, first):
-        if 0 <= token < request.cached:
-            values[slots[token]] *= min(window, most)
+            inside = len(own) - window
+            for token in (inside - 1, inside):
+                if 0 <= token < request.cached:
+                    values[own[token]] *= min(window, most)
 
 
 def make_prefill_batch(

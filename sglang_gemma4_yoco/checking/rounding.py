@@ -61,8 +61,6 @@ class Difference:
     def __str__(self) -> str:
         if self.allowed == 0:
             return self.what
-        if math.isinf(self.error):
-            return f"{self.what} is not a number"
         return f"{self.what} off by {self.error:.1e}, up to {self.allowed:.1e} is rounding"
 
 

@@ -22,7 +22,6 @@ from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.requests import (
     NotComparableError,
     Request,
-    draw_like,
     make_synthetic_requests,
 )
 from sglang_gemma4_yoco.checking.rounding import Difference
@@ -73,13 +72,10 @@ def _fill_inputs(inputs: Inputs, requests: Sequence[Request], generator: torch.G
     """
     for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
         if tensor is not None:
-            tensor.copy_(draw_like(tensor, generator))
+            tensor.normal_(generator=generator)
     rows = inputs.rows.shape[0]
-    chosen, lengths = list[int](), list[int]()
     for row in range(rows):
         request = requests[-1 - row % len(requests)]
-        chosen.append(request.row)
-        lengths.append(max(1, len(request.slots) * (rows - row) // rows))
-    inputs.requests.copy_(torch.tensor(chosen))
-    inputs.lengths.copy_(torch.tensor(lengths))
+        inputs.requests[row] = request.row
+        inputs.lengths[row] = max(1, len(request.slots) * (rows - row) // rows)
     inputs.positions.copy_(inputs.lengths - 1)

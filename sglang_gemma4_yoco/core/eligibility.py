@@ -187,9 +187,10 @@ def _check_lengths(forward_batch: Any) -> str | None:
 def find_kept_rows(forward_batch: Any) -> KeptRows:
     """The rows of an extend batch whose logits the sampler and the logprobs read."""
     lens, prefix_lens = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-    if not forward_batch.return_logprob:
-        return KeptRows.suffixes(lens, prefix_lens)
-    return KeptRows.suffixes(lens, prefix_lens, forward_batch.extend_logprob_start_lens_cpu)
+    starts = None
+    if forward_batch.return_logprob:
+        starts = forward_batch.extend_logprob_start_lens_cpu
+    return KeptRows.suffixes(lens, prefix_lens, starts)
 
 
 def is_intermediate_chunk(forward_batch: Any) -> bool:

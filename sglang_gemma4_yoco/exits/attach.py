@@ -57,7 +57,8 @@ def capture_graphs(runner: Any, state: ModelState) -> Iterator[str | None]:
 def keep_to_text(runner: Any, state: ModelState, repaired: str | None) -> None:
     """Have prefills that SGLang has captured with the repair serve text alone, if they do it right.
 
-    Where their inputs are not bit for bit those of SGLang's eager model, none of them is used.
+    Prompts with media, which graphs of ids would answer as text, run eagerly. Where their inputs
+    are not bit for bit those of SGLang's eager model, none of these graphs is used.
 
     Raises:
         Exception: it could not be found out, and other ranks wait for this one.
@@ -67,7 +68,13 @@ def keep_to_text(runner: Any, state: ModelState, repaired: str | None) -> None:
         return
     if hasattr(prefills, _OF_IDS):  # SGLang has captured decode steps anew; these graphs stay
         return
-    _serve_text_alone(prefills)
+    fits = prefills.can_run_graph
+
+    def can_run_graph(batch: Any) -> bool:
+        return not batch.contains_mm_inputs() and bool(fits(batch))
+
+    prefills.can_run_graph = can_run_graph
+    setattr(prefills, _OF_IDS, True)
     agree = not settings.current.self_check
     try:
         if not agree:
@@ -93,17 +100,6 @@ def close_exits(runner: Any) -> None:
     _close_hooks(runner)
     if hasattr(compat.server.get_captured_prefills(runner), _OF_IDS):
         runner.prefill_cuda_graph_runner = None
-
-
-def _serve_text_alone(prefills: Any) -> None:
-    """Have prompts with media, which graphs of ids would answer as text, run eagerly."""
-    fits = prefills.can_run_graph
-
-    def can_run_graph(batch: Any) -> bool:
-        return not batch.contains_mm_inputs() and bool(fits(batch))
-
-    prefills.can_run_graph = can_run_graph
-    setattr(prefills, _OF_IDS, True)
 
 
 def open_exits(runner: Any, state: ModelState) -> None:

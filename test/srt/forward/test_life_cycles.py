@@ -334,7 +334,7 @@ def test_a_batch_that_still_runs_at_a_recapture(
         ({"disaggregation_mode": "prefill"}, SHARED),
         (
             {"enable_hierarchical_cache": True},
-            f"--enable-hierarchical-cache: {lifecycle.LOADED_MEANWHILE}",
+            f"enable_hierarchical_cache: {lifecycle.LOADED_MEANWHILE}",
         ),
     ],
 )
