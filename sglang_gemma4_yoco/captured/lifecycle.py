@@ -46,10 +46,8 @@ def find_reason(runner: Any, state: ModelState) -> str | None:
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
-    argument = compat.server.get_server_arguments()
-    assert argument is not None, "SGLang has captured its own graphs"
     for name, reason in _UNSUPPORTED.items():
-        if argument(name) or compat.server.read_variable(name):
+        if compat.server.read_argument(name) or compat.server.read_variable(name):
             return f"{name}: {reason}"
     return compat.decode_graphs.find_memory_reason(torch.device(runner.device))
 

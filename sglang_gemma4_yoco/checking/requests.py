@@ -109,8 +109,7 @@ def _check_borrowing() -> None:
     except for what the scheduler does not launch: transfers to and from other machines, and what
     a hierarchical cache copies.
     """
-    argument = compat.server.get_server_arguments()
-    assert argument is not None, "a server that serves has been given its arguments"
+    argument = compat.server.read_argument
     if argument("disaggregation_mode") != "null" or argument("enable_hierarchical_cache"):
         raise NotComparableError(SHARED)
 

@@ -131,8 +131,8 @@ def list_judged_arguments() -> set[str]:
 
 def find_server_reason() -> str | None:
     """Why the arguments or variables of this server refuse every batch of it, or None."""
-    argument = compat.server.get_server_arguments()
-    if argument is None:
+    argument = compat.server.read_argument
+    if compat.server.get_published_arguments() is None:
         return None
     replays = compat.server.get_cuda_graph_backend("prefill") is not None
     if replays and compat.server.read_variable(compat.server.POSITIONS_VARIABLE):

@@ -106,8 +106,7 @@ def add_to_server_info(output: Any) -> None:
 
 def collect_metrics(labels: Mapping[str, Any]) -> None:
     """Count in SGLang's metrics from now on, with the scheduler's labels. Never raises."""
-    argument = compat.server.get_server_arguments()
-    every_rank = argument is not None and argument("enable_metrics_for_all_schedulers")
+    every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")
     if labels.get("tp_rank", 0) != 0 and not every_rank:
         return
     try:

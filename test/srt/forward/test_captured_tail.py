@@ -540,10 +540,9 @@ def test_decode_steps_in_graphs_of_another_kind(
 @contextmanager
 def arguments_are(**given: Any) -> Iterator[None]:
     """The server has these arguments, and else its own."""
-    stock = compat.server.get_server_arguments()
-    assert stock is not None
+    stock = compat.server.read_argument
     argument = lambda name: given.get(name) or stock(name)  # noqa: E731
-    with mock.patch.object(compat.server, "get_server_arguments", return_value=argument):
+    with mock.patch.object(compat.server, "read_argument", argument):
         yield
 
 

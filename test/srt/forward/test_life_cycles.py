@@ -344,9 +344,7 @@ def test_slots_that_others_read_are_not_borrowed_at_a_recapture(
     """A transfer, or a copy to the host, does not wait. What cannot be shown is not used."""
     table = engine.runner.req_to_token_pool.req_to_token
     written = table._version
-    read = compat.server.get_server_arguments()
-    assert read is not None
-    captured = read("cuda_graph_config")
+    captured = compat.server.read_argument("cuda_graph_config")
     with releases.published(**shared, cuda_graph_config=captured):
         capture_decode_steps(engine)
     assert table._version == written

@@ -155,7 +155,7 @@ def test_one_rank_counts_for_its_group(
     every: bool,
     counts: bool,
 ) -> None:
-    monkeypatch.setattr(compat.server, "get_server_arguments", lambda: lambda _: every)
+    monkeypatch.setattr(compat.server, "read_argument", lambda _: every)
     metrics.collect_metrics({"tp_rank": rank})
     counters.count_ineligible("a reason", 3)
     of = {"tp_rank": str(rank), "outcome": "a_reason"}
