@@ -173,10 +173,6 @@ class TailGraphs:
         finally:
             self._backend.forward_metadata = None
 
-    def drop(self, bucket: int) -> None:
-        """Never replay the graph of this bucket again."""
-        del self._batches[bucket]
-
     def close(self) -> None:
         """Free all graphs, and the backend's buffers for them."""
         self._batches.clear()

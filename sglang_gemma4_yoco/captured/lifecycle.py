@@ -18,7 +18,6 @@ OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
 NOT_DECODING = "its rows are not a decode step on this attention backend"
 QUANTISED = "the per-layer inputs are quantised"
-NONE_GOOD = "no graph gave what the eager layers give"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
 # Arguments and, in capitals, environment variables with which a replay may differ, and why.
 _UNSUPPORTED = {
@@ -66,7 +65,7 @@ def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
     """Capture the tail anew and have its graphs checked, on all ranks or on none.
 
     Args:
-        check_graphs: drops what differs; returns why the graphs cannot be checked, or None.
+        check_graphs: returns why they may not be used, or None.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
@@ -94,9 +93,7 @@ def _capture_and_check(runner: Any, state: ModelState, check_graphs: _Check) -> 
     tail.capture()
     seconds = time.monotonic() - began
     reason = check_graphs(tail, runner)
-    if not tail.rows:
-        reason = NONE_GOOD
-    # A graph that one rank drops, no rank may replay: they would add up different rows.
+    # What one rank does not replay, no rank may: they would add up different rows.
     reason = ranks.find_difference(f"replayed: {tail.rows}, {reason}") or reason
     if reason is not None:
         return reason

@@ -50,8 +50,7 @@ class Auditor:
     def __init__(self, state: ModelState, processor: Any, every: int) -> None:
         self._state = state
         self._processor = processor
-        self._every = every
-        self._turns_off = settings.current.audit_strict
+        self._every, self._strict = every, settings.current.audit_strict
         self._forwards = 0
         self._waiting = ExitStack()  # for the logits of an audited forward
 
@@ -138,9 +137,9 @@ class Auditor:
     def _judge(self, plan: Plan, found: list[Difference], changes: int = 0) -> None:
         """Count an audit, and log a defect."""
         worst = rounding.find_worst(found)
-        excess = ranks.find_largest(worst.excess)
-        agrees = excess <= 1
-        counters.count_audit(excess, agrees=agrees, greedy_changes=changes)
+        differ = ranks.find_difference(f"an audit: {worst.is_rounding}")
+        agrees = worst.is_rounding and differ is None
+        counters.count_audit(worst.excess, agrees=agrees, greedy_changes=changes)
         if agrees:
             return
         if counters.audits.differ <= _MOST_LINES:
@@ -152,7 +151,7 @@ class Auditor:
                 f"tokens {batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, "
                 f"logprobs from {batch.extend_logprob_start_lens_cpu}, {plan.outcome}"
             )
-        if self._turns_off:
+        if self._strict:
             self._state.turn_off(DIFFERED)
             counters.note_unsupported(DIFFERED, logging.ERROR)
 

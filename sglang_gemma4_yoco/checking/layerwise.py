@@ -177,8 +177,9 @@ def watch_stock(state: ModelState, stock: Stock, *, before_cut: bool = False) ->
         replaced(model, project_per_layer_inputs=projecting),
         call_before_layers(watched, keep_all),
         _visit_steps(state, keep),
-        model.norm.register_forward_hook(keep_final),
+        ExitStack() as stack,  # which removes the hook whatever fails on the way out
     ):
+        stack.enter_context(model.norm.register_forward_hook(keep_final))
         yield
 
 

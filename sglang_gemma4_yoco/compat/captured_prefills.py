@@ -50,9 +50,6 @@ def index_shared_layers() -> Iterator[None]:
     Up to 0.5.22 a break then finds the donor, which has the same heads, window and scale.
     """
     stock: Any = getattr(cuda_graph_setup, _INDEX, None)
-    if stock is None:
-        yield
-        return
 
     def tolerant(attention_layers: Any, companions: Any, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -402,7 +402,7 @@ def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> Non
     state = start.get_state(engine.text_model)
     assert isinstance(state.captured, graphs.TailGraphs)
     for rows in (4, 2):
-        state.captured.drop(rows)
+        del state.captured._batches[rows]
     with found_by_exits() as compared:
         assert reattached(engine) is None
     assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [1, 3]
