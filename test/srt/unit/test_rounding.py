@@ -65,6 +65,11 @@ def test_one_row_among_many() -> None:
     other[7] = other[8]
     assert compared(values, other).excess > 4
     assert compared(values, values).error == 0
+    other = values.clone()
+    other[7] *= 1.1  # within the bound of all rows, and beyond that of one
+    found = compared(values, other)
+    assert found.error == pytest.approx(0.1, rel=0.3)
+    assert not found.is_rounding
 
 
 def test_a_channel_that_is_small_counts_as_much_as_one_that_is_large() -> None:
