@@ -6,12 +6,10 @@ Decode steps are not counted. A process runs one forward at a time, so there is 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_gemma4_yoco import log
 
@@ -52,9 +50,6 @@ audits = Audits()
 #: The reasons for which all batches of this server run as stock.
 server_reasons: set[str] = set()
 
-#: Models of which the first forward that was cut has been logged.
-_described: weakref.WeakSet[Any] = weakref.WeakSet()
-
 #: Called when something was counted.
 observers: list[Callable[[], None]] = []
 # The outcomes of forwards that are counted apart.
@@ -90,13 +85,11 @@ def _notify_observers() -> None:
         log.log_failure("Gemma 4 fast prefill: its metrics are no longer collected", broken)
 
 
-def count_cut(
-    model: Any, describe: Callable[[], str], outcome: str, *, computed: int, skipped: int
-) -> None:
-    """Count a forward on the fast path; log ``describe()`` the first time for this ``model``."""
+def count_cut(describe: Callable[[], str], outcome: str, *, computed: int, skipped: int) -> None:
+    """Count a forward on the fast path; log ``describe()`` at the first one."""
+    is_first = CUT.isdisjoint(forwards)
     _count_forward(outcome, computed, skipped)
-    if _not_counted is None and model not in _described:
-        _described.add(model)
+    if is_first and _not_counted is None:
         log.log_once(f"Gemma 4 fast prefill is active: {describe()}")
 
 
@@ -118,9 +111,10 @@ def count_unseen(rows_in_all: int) -> None:
     """Count a prefill that was to be cut and that some other code has run; warn of many."""
     _count_forward(UNSEEN, rows_in_all)
     if is_unused():
-        runs = f"{_MANY_UNSEEN} that could be were run by SGLang's CUDA graphs or another plugin"
         log.log_once(
-            f"Gemma 4 fast prefill is set up, but no prefill was cut: {runs}", logging.WARNING
+            f"Gemma 4 fast prefill is {NOT_CUT}: {_MANY_UNSEEN} that could be were run by SGLang's "
+            "CUDA graphs or another plugin",
+            logging.WARNING,
         )
 
 

@@ -7,63 +7,79 @@ this module imports neither torch nor SGLang.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
-#: Names with dots in them, and commas between.
-_NAMES = r"\w+(\.\w+)*(, *\w+(\.\w+)*)*"
 
 
-def _setting(
-    default: int | tuple[str, ...] | None, explanation: str, *, minimum: int | None = None
-) -> Any:
-    return field(default=default, metadata={"help": explanation, "minimum": minimum})
+class Kind(NamedTuple):
+    """What a setting accepts: in words, as a pattern, and what it becomes."""
+
+    accepted: str
+    pattern: str
+    parse: Callable[[str], Any]
+
+
+_FLAG = Kind("1 or 0", "[01]", lambda value: value == "1")
+_FROM_0 = Kind("a whole number from 0 up", "[0-9]+", int)
+_FROM_1 = Kind("a whole number from 1 up", "0*[1-9][0-9]*", int)
+_NAMES = Kind(
+    "names of Python modules or classes, with commas between",
+    r"\w+(\.\w+)*(, *\w+(\.\w+)*)*",
+    lambda value: tuple(re.split(", *", value)),
+)
+
+
+def _setting(default: Any, kind: Kind, explanation: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": explanation})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting of this process: its type, its default, and what its values do.
-
-    A setting with a ``minimum`` is a whole number from there up; one whose default is a tuple is
-    names, with commas between; others are 1 or 0.
-    """
+    """Every setting of this process: its type, its default, and what its values do."""
 
     enabled: bool = _setting(
-        True, "1 to turn Gemma 4 fast prefill on, 0 to turn it off: then SGLang is left as it is"
+        True,
+        _FLAG,
+        "1 to turn Gemma 4 fast prefill on, 0 to turn it off: then SGLang is left as it is",
     )
     min_skipped_rows: int | None = _setting(
         None,
+        _FROM_1,
         "prefills run on the fast path if the KV-shared layers can skip so many rows of the batch; "
         "1: whenever they can skip one; unset: a rule from measurements on a CPU and a model of a "
         "GPU",
-        minimum=1,
     )
     graph_rows: int | None = _setting(
         None,
+        _FROM_0,
         "the KV-shared layers are captured in CUDA graphs for up to so many rows of a prefill; "
         "0: they are not captured; unset: for as many rows as are worth it",
-        minimum=0,
     )
     self_check: bool = _setting(
-        True, "1 to compare prefills with stock SGLang's when the server starts, 0 not to"
+        True, _FLAG, "1 to compare prefills with stock SGLang's when the server starts, 0 not to"
     )
     audit: int = _setting(
         0,
+        _FROM_0,
         "one of so many prefills on the fast path is run again as stock, and compared; 0: none",
-        minimum=0,
     )
     audit_strict: bool = _setting(
-        False, "1 to turn the fast path off when an audit finds a defect, 0 to log the defect only"
+        False,
+        _FLAG,
+        "1 to turn the fast path off when an audit finds a defect, 0 to log the defect only",
     )
     prefill_graphs: bool = _setting(
         True,
+        _FLAG,
         "1 to shorten prefills that SGLang replays from CUDA graphs as well, and to repair their "
         "capture where --cuda-graph-backend-prefill asks for it; 0 for neither",
     )
     trust: tuple[str, ...] = _setting(
         (),
+        _NAMES,
         "other people's code that reads no row but the kept ones: `module`, or `module.Class`; see "
         "docs/help.md",
     )
@@ -80,25 +96,10 @@ def name_of(setting: str) -> str:
 VARIABLES: Mapping[str, Field[Any]] = {name_of(one.name): one for one in fields(Settings)}
 
 
-def has_names(setting: Field[Any]) -> bool:
-    """Whether a setting's value is a tuple of names."""
-    return isinstance(setting.default, tuple)
-
-
-def accepted(setting: Field[Any]) -> str:
-    """The values that a setting accepts, in words."""
-    if has_names(setting):
-        return "names of Python modules or classes, with commas between"
-    minimum = setting.metadata["minimum"]
-    if minimum is None:
-        return "1 or 0"
-    return f"a whole number from {minimum} up"
-
-
 def unset(setting: Field[Any]) -> str:
     """What holds where a setting is not set, in words."""
     default: Any = setting.default
-    if has_names(setting):
+    if default == ():
         return "none"
     if default is None:
         return "automatic"
@@ -108,16 +109,11 @@ def unset(setting: Field[Any]) -> str:
 def parse(variable: str, value: str) -> bool | int | tuple[str, ...]:
     """Parse a variable's value; a ``ValueError`` names the variable and what it accepts."""
     setting = VARIABLES[variable]
-    minimum = setting.metadata["minimum"]
-    if has_names(setting):
-        if re.fullmatch(_NAMES, value):
-            return tuple(re.split(", *", value))
-    elif minimum is None and value in ("0", "1"):
-        return value == "1"
-    is_number = minimum is not None and value.isascii() and value.isdecimal()
-    if is_number and int(value) >= minimum:
-        return int(value)
-    remedy = f"use {accepted(setting)}, or leave it unset ({unset(setting)})"
+    kind: Kind = setting.metadata["kind"]
+    if re.fullmatch(kind.pattern, value):
+        parsed: bool | int | tuple[str, ...] = kind.parse(value)
+        return parsed
+    remedy = f"use {kind.accepted}, or leave it unset ({unset(setting)})"
     explanation = setting.metadata["help"]
     raise ValueError(f"{variable}={value!r} is not a valid value: {remedy}: {explanation}")
 

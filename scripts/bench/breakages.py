@@ -209,13 +209,13 @@ def _stale(state: ModelState, name: str) -> Iterator[bool]:
     if not isinstance(tail, TailGraphs) or getattr(tail._inputs, name) is None:
         yield False
         return
-    static, right = getattr(tail._inputs, name), tail._of_first
+    static, right = getattr(tail._inputs, name), tail.inputs
     static.fill_(1 if name == "lengths" else 0)  # of another batch
-    tail._of_first = [replace(rows, **{name: getattr(rows, name).clone()}) for rows in right]
+    tail.inputs = [replace(rows, **{name: getattr(rows, name).clone()}) for rows in right]
     try:
         yield True
     finally:
-        tail._of_first = right
+        tail.inputs = right
 
 
 BREAKAGES: Mapping[str, Breakage] = {

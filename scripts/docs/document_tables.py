@@ -63,7 +63,7 @@ def settings_table() -> str:
     rows = []
     for name, one in settings.VARIABLES.items():
         meaning = one.metadata["help"]
-        rows.append((f"`{name}`", settings.unset(one), settings.accepted(one), meaning))
+        rows.append((f"`{name}`", settings.unset(one), one.metadata["kind"].accepted, meaning))
     return markdown(("variable", "default", "values", "meaning"), rows)
 
 

@@ -12,7 +12,6 @@ of one token in the reserved row and slot 0, and their output is not read. With 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,9 +71,17 @@ class Inputs:
             embedded=embedded,
         )
 
+    def change(self, each: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+        """What ``each`` makes of these tensors."""
+        return replace(self, **{name: each(t) for name, t in vars(self).items() if t is not None})
+
     def first(self, rows: int) -> Inputs:
         """The same memory, of the first rows."""
-        return replace(self, **{name: t[:rows] for name, t in vars(self).items() if t is not None})
+        return self.change(lambda tensor: tensor[:rows])
+
+    def make_decode_step(self) -> Any:
+        """A batch of these rows, one per request, not planned."""
+        return compat.batch.make_decode_step(self.requests, self.lengths, self.positions)
 
     def fill(self, **tensors: torch.Tensor | None) -> None:
         """Copy these tensors into the inputs of the same names; one that is None stays so."""
@@ -85,39 +92,49 @@ class Inputs:
                 own.copy_(tensor)
 
 
+@dataclass(frozen=True)
 class Replay:
-    """A graph, planned for the tail of one batch; a ``TailRunner``."""
+    """A graph, planned for the tail of one batch; a ``TailRunner``.
 
-    outcome = counters.TAIL_CAPTURED
+    Attributes:
+        inputs: the graph's, of the kept rows.
+        index: [B], the kept rows.
+    """
 
-    def __init__(self, graphs: TailGraphs, bucket: int, inputs: Inputs, index: torch.Tensor):
-        self._graphs = graphs
-        self._bucket = bucket
-        self._inputs = inputs
-        self._index = index
-        self.buffers = None
-        if inputs.embeds is not None:
-            self.buffers = per_layer.Buffers(inputs.embeds, inputs.embedded)
+    graphs: TailGraphs
+    bucket: int
+    inputs: Inputs
+    index: torch.Tensor
+    outcome: str = counters.TAIL_CAPTURED
+
+    @property
+    def buffers(self) -> per_layer.Buffers | None:
+        """The memory from which the graph projects its per-layer inputs; None without these."""
+        if self.inputs.embeds is None:
+            return None
+        return per_layer.Buffers(self.inputs.embeds, self.inputs.embedded)
 
     def run(self, rows: torch.Tensor, positions: torch.Tensor, _: Any) -> torch.Tensor:
         """The kept rows [B, hidden], normed, which the next replay overwrites."""
-        torch.index_select(rows, 0, self._index, out=self._inputs.rows)
-        torch.index_select(positions, 0, self._index, out=self._inputs.positions)
-        return self._graphs.replay(self._bucket)[: self._index.shape[0]]
+        torch.index_select(rows, 0, self.index, out=self.inputs.rows)
+        torch.index_select(positions, 0, self.index, out=self.inputs.positions)
+        return self.graphs.replay(self.bucket)[: self.index.shape[0]]
 
     def eager(self, **inputs: torch.Tensor | None) -> torch.Tensor:
         """``TailGraphs.eager`` of the kept rows, after ``run``: [B, hidden], normed."""
-        return self._graphs.eager(self._bucket, self._index.shape[0], **inputs)
+        return self.graphs.eager(self.bucket, self.index.shape[0], **inputs)
 
 
 class TailGraphs:
-    """The captured tail of one model; its ``capture`` took ``seconds``."""
+    """The captured tail of one model.
 
-    def __init__(self, runner: Any, state: ModelState, drop: Callable[[str], None]) -> None:
-        """Allocate the inputs; ``drop`` has the tail run eagerly from then on, for a reason."""
+    Attributes:
+        inputs: by number of rows, the static inputs of so many.
+    """
+
+    def __init__(self, runner: Any, state: ModelState) -> None:
+        """Allocate the inputs."""
         assert state.attention is not None
-        self._drop = drop
-        self.seconds = 0.0
         self.state = state
         self._attention = state.attention
         self._backend = state.attention.tail
@@ -129,7 +146,7 @@ class TailGraphs:
             most = min(most, settings.current.graph_rows)
         self._buckets = tuple(rows for rows in _BUCKETS if rows <= most)
         self._inputs = Inputs.of(runner, state, self._decode_steps.buffers, self._buckets[-1])
-        self._of_first = [self._inputs.first(rows) for rows in range(self._buckets[-1] + 1)]
+        self.inputs = [self._inputs.first(rows) for rows in range(self._buckets[-1] + 1)]
         # By bucket the decode step that is captured; a replay reads the tensors that it holds.
         self._batches: dict[int, Any] = {}
         self._captured = compat.decode_graphs.make_graph_backend(self._decode_steps)
@@ -142,13 +159,12 @@ class TailGraphs:
     @torch.no_grad()
     def capture(self) -> None:
         """Capture all, the largest first; when this raises, ``close`` is still due."""
-        began = time.monotonic()
         with compat.attention.widen_window(self._backend):
             self._backend.init_cuda_graph_state(self._buckets[-1], self._buckets[-1])
         try:
             with compat.decode_graphs.capture_session(self._decode_steps, self._captured):
                 for bucket in reversed(self._buckets):
-                    self._batches[bucket] = _make_decode_step(self._of_first[bucket])
+                    self._batches[bucket] = self.inputs[bucket].make_decode_step()
                     self._plan_captured(bucket)
                     self._captured.capture_one(bucket, partial(self._tail, bucket))
         except BaseException:
@@ -156,11 +172,6 @@ class TailGraphs:
             raise
         finally:
             self._backend.forward_metadata = None
-        self.seconds = time.monotonic() - began
-
-    def drop(self, bucket: int) -> None:
-        """Never replay the graph of this bucket again."""
-        del self._batches[bucket]
 
     def close(self) -> None:
         """Free all graphs, and the backend's buffers for them."""
@@ -177,7 +188,7 @@ class TailGraphs:
 
     def plan(self, forward_batch: Any, tail: TailBatch, bucket: int) -> Replay:
         """Plan the tail of this batch for a graph."""
-        inputs = self._of_first[tail.kept.count]
+        inputs = self.inputs[tail.kept.count]
         self._plan(bucket, inputs, forward_batch)
         return Replay(self, bucket, inputs, tail.index)
 
@@ -201,22 +212,14 @@ class TailGraphs:
             self._backend.init_forward_metadata_out_graph(batch, in_capture=live is None)
 
     def replay(self, bucket: int) -> torch.Tensor:
-        """Replay a planned graph: [bucket, hidden], normed, which the next replay overwrites.
-
-        When it fails the tail runs eagerly from then on.
-        """
-        try:
-            output: torch.Tensor = self._captured.replay(bucket, None)
-        except Exception as failure:
-            self._drop(f"a replay failed: {type(failure).__name__}")
-            raise
+        """Replay a planned graph: [bucket, hidden], normed, which the next replay overwrites."""
+        output: torch.Tensor = self._captured.replay(bucket, None)
         return output
 
-    def replayed(self, bucket: int, rows: int, fill: Callable[[Inputs], None]) -> torch.Tensor:
-        """Fill so many rows of the static inputs, plan, and replay the graph: [rows, hidden]."""
-        inputs = self._of_first[rows]
-        fill(inputs)
-        self._plan(bucket, inputs, _make_decode_step(inputs))
+    def replayed(self, bucket: int, rows: int) -> torch.Tensor:
+        """Plan for what so many rows of the static inputs hold, and replay: [rows, hidden]."""
+        inputs = self.inputs[rows]
+        self._plan(bucket, inputs, inputs.make_decode_step())
         return self.replay(bucket)[:rows].clone()
 
     @torch.no_grad()
@@ -227,18 +230,16 @@ class TailGraphs:
             kept: how many rows are not padding.
             others: ``Inputs`` that replace those of the kept rows.
         """
-        of_graph = self._of_first[bucket]
-        own = {name: t.clone() for name, t in vars(of_graph).items() if t is not None}
-        inputs = replace(of_graph, **own)
+        inputs = self.inputs[bucket].change(torch.clone)
         inputs.first(kept).fill(**others)
-        batch = _make_decode_step(inputs)
+        batch = inputs.make_decode_step()
         batch.seq_lens_sum = int(inputs.lengths.sum())
         with self._attention.running(batch, {}, self._attention.plan(batch, {})):
             return self._layers(inputs, batch)[:kept]
 
     def _tail(self, bucket: int) -> torch.Tensor:
         with compat.attention.use_backend(self._backend):
-            return self._layers(self._of_first[bucket], self._batches[bucket])
+            return self._layers(self.inputs[bucket], self._batches[bucket])
 
     def _layers(self, inputs: Inputs, batch: Any) -> torch.Tensor:
         """Layers S-1 to L-1 and the model's norm: [rows, hidden]."""
@@ -251,13 +252,3 @@ class TailGraphs:
         rows = inputs.rows.clone()
         layers = self.state.tail_layers
         return self.state.kind.run_tail(model, layers, batch, rows, inputs.positions, projected)
-
-
-def _make_decode_step(inputs: Inputs) -> Any:
-    """A batch of these rows, one per request, not planned."""
-    return compat.batch.make_decode_batch(
-        input_ids=inputs.positions,  # only its shape is read
-        req_pool_indices=inputs.requests,
-        seq_lens=inputs.lengths,
-        positions=inputs.positions,
-    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,46 +18,36 @@ OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
 NOT_DECODING = "its rows are not a decode step on this attention backend"
 QUANTISED = "the per-layer inputs are quantised"
-NONE_GOOD = "no graph gave what the eager layers give"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
-_BORROWS = "SGLANG_ENABLE_GRAPH_POOL_BORROW"
-# Server arguments with which a replay may differ from its capture, and why.
+# Arguments and, in capitals, environment variables with which a replay may differ, and why.
 _UNSUPPORTED = {
     "enable_hierarchical_cache": LOADED_MEANWHILE,
     "enable_memory_saver": "memory may be taken away and given back",
     "enable_symm_mem": "collectives need memory of their own",
     "disable_cuda_graph_padding": "rows must not be padded",
+    # 0.5.21 and later: while none of them is replayed.
+    "SGLANG_ENABLE_GRAPH_POOL_BORROW": "SGLang lends the memory of its graphs",
 }
 
 
-def find_reason(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | None:
-    """Why the tail of this server is not captured, or None.
+_Check = Callable[[graphs.TailGraphs, Any], str | None]
 
-    Args:
-        can_be_captured: whether decode steps of its attention backend can.
-    """
+
+def find_reason(runner: Any, state: ModelState) -> str | None:
+    """Why the tail of this server is not captured, or None."""
     if settings.current.graph_rows == 0:
         return OFF
     if compat.decode_graphs.get_captured_steps(runner) is None:
         return NO_GRAPHS
     assert state.attention is not None
-    tail = state.attention.tail
-    if not can_be_captured:
-        return f"attention by {type(tail).__name__} is not known to be capturable"
     if not state.attention.decodes:
         return NOT_DECODING
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
-    if compat.decode_graphs.loads_kv_layerwise(tail.token_to_kv_pool):
-        return LOADED_MEANWHILE
-    argument = compat.server.get_server_arguments()
-    assert argument is not None, "SGLang has captured its own graphs"
     for name, reason in _UNSUPPORTED.items():
-        if argument(name):
-            return f"--{name.replace('_', '-')}: {reason}"
-    if compat.server.read_variable(_BORROWS):  # 0.5.21 and later: while none is replayed
-        return f"SGLang borrows the memory of its graphs ({_BORROWS})"
+        if compat.server.read_argument(name) or compat.server.read_variable(name):
+            return f"{name}: {reason}"
     return compat.decode_graphs.find_memory_reason(torch.device(runner.device))
 
 
@@ -71,25 +61,18 @@ def drop_tail(state: ModelState, reason: str) -> None:
         log.log_once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
 
 
-def capture_tail(
-    runner: Any,
-    state: ModelState,
-    check_graphs: Callable[[graphs.TailGraphs, Any], None],
-    unshown: str | None = None,
-    *,
-    can_be_captured: bool,
-) -> None:
+def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
     """Capture the tail anew and have its graphs checked, on all ranks or on none.
 
     Args:
-        unshown: why they cannot be checked now, if so; then nothing is captured.
+        check_graphs: returns why they may not be used, or None.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
     try:
         drop_tail(state, NOT_YET)
-        reason = find_reason(runner, state, can_be_captured=can_be_captured) or unshown
+        reason = find_reason(runner, state)
         reason = ranks.find_difference(f"captured: {reason}") or reason
         if reason is None:
             reason = _capture_and_check(runner, state, check_graphs)
@@ -103,22 +86,20 @@ def capture_tail(
         drop_tail(state, reason)
 
 
-def _capture_and_check(
-    runner: Any, state: ModelState, check_graphs: Callable[[graphs.TailGraphs, Any], None]
-) -> str | None:
+def _capture_and_check(runner: Any, state: ModelState, check_graphs: _Check) -> str | None:
     """Capture the tail; returns why it is not used, or None."""
-    state.captured = tail = graphs.TailGraphs(runner, state, partial(drop_tail, state))
+    began = time.monotonic()
+    state.captured = tail = graphs.TailGraphs(runner, state)
     tail.capture()
-    check_graphs(tail, runner)
-    # A graph that one rank drops, no rank may replay: they would add up different rows.
-    differ = ranks.find_difference(f"replayed: {tail.rows}")
-    if not tail.rows:
-        return NONE_GOOD
-    if differ is not None:
-        return differ
+    seconds = time.monotonic() - began
+    reason = check_graphs(tail, runner)
+    # What one rank does not replay, no rank may: they would add up different rows.
+    reason = ranks.find_difference(f"replayed: {tail.rows}, {reason}") or reason
+    if reason is not None:
+        return reason
     state.report["tail"] = f"captured for up to {tail.rows[-1]} rows"
     log.log_once(
         f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "
-        f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
+        f"{', '.join(map(str, tail.rows))} rows in {seconds:.1f} s"
     )
     return None

@@ -3,7 +3,7 @@
 Stock is watched, and the cut runs once more on its rows, step by step (``layerwise``): eagerly, and
 by the captured tail if that served. All kept rows, their logits, and K and V of layer S-1 are
 compared. A prefill that left its graph at an exit is compared with that graph run to its end.
-The client gets the fast path's answer, or stock's after a defect.
+The client gets stock's answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from sglang_gemma4_yoco import compat, counters, log, settings
 from sglang_gemma4_yoco.checking import exits, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
-from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
+from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.plan import Plan, make_eager_tail
 from sglang_gemma4_yoco.core.state import ModelState
@@ -37,15 +37,11 @@ def make_auditor(runner: Any, state: ModelState) -> Auditor | None:
     """The auditor of this server; None if audits are off, or impossible (the log has why)."""
     if settings.current.audit == 0:
         return None
-    processor = getattr(runner.model, "logits_processor", None)
-    if processor is None:
-        why = f"{type(runner.model).__name__} has no logits processor"
-    elif compat.attention.frees_tables_early(runner.attn_backend):
+    if compat.attention.frees_tables_early(runner.attn_backend):
         why = f"{TABLES}; {compat.server.BARRIER_VARIABLE}=1 prevents that"
-    else:
-        return Auditor(state, processor, settings.current.audit)
-    log.log_once(f"Gemma 4 fast prefill is not audited: {why}", logging.WARNING)
-    return None
+        log.log_once(f"Gemma 4 fast prefill is not audited: {why}", logging.WARNING)
+        return None
+    return Auditor(state, runner.model.logits_processor, settings.current.audit)
 
 
 class Auditor:
@@ -54,8 +50,7 @@ class Auditor:
     def __init__(self, state: ModelState, processor: Any, every: int) -> None:
         self._state = state
         self._processor = processor
-        self._every = every
-        self._turns_off = settings.current.audit_strict
+        self._every, self._strict = every, settings.current.audit_strict
         self._forwards = 0
         self._waiting = ExitStack()  # for the logits of an audited forward
 
@@ -78,14 +73,13 @@ class Auditor:
         try:
             with rewrite_batch(plan.batch, {}):  # a forward that fails leaves its residual there
                 if forward.is_replay:  # it runs to its end in that memory
-                    stock, forced = output, None
-                    found = exits.compare_exit(forward, plan, output)
-                else:
-                    stock, forced, found = self._run_again(forward, plan)
+                    self._judge(plan, exits.compare_exit(forward, plan, output))
+                    return output
+                stock, forced, found = self._run_again(forward, plan)
             if plan.runner is None:
-                self._judge(plan, found, 0)
+                self._judge(plan, found)
             else:
-                self._compare_logits(plan, fast, forced, found)
+                self._compare_logits(plan, forced, found)
         except BaseException:
             rows.copy_(fast)
             raise
@@ -108,8 +102,7 @@ class Auditor:
         stock, found = Stock(plan.tail.index), list[Difference]()
         with layerwise.watch_stock(self._state, stock):
             output = forward.stock()
-        caches, slots = layerwise.get_donor_cache(self._state, plan)
-        stock.keys = layerwise.read_slots(caches, slots)
+        stock.keys = layerwise.get_donor_cache(self._state, plan).read()
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):
             _, found = layerwise.run_on_stocks_rows(self._state, plan, stock)
             eager = make_eager_tail(self._state, plan.batch, plan.tail)
@@ -117,24 +110,19 @@ class Auditor:
         rows, found_eagerly = layerwise.run_on_stocks_rows(self._state, plan, stock)
         return output, rows, found + found_eagerly
 
-    def _compare_logits(
-        self, plan: Plan, fast: torch.Tensor, forced: torch.Tensor | None, found: list[Difference]
-    ) -> None:
-        """When SGLang computes the logits of stock's rows, compute those of the fast ones too."""
+    def _compare_logits(self, plan: Plan, forced: torch.Tensor, found: list[Difference]) -> None:
+        """When SGLang computes the logits of stock's rows, compute those of the forced ones too."""
         processor = self._processor.forward
 
         def compare(input_ids: Any, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            expected = processor(input_ids, rows, *args, **kwargs)
-            logits = expected.next_token_logits.clone()  # they may be in a buffer of all calls
-            if forced is not None:
-                again = processor(input_ids, forced, *args, **kwargs)
-                found.extend(_compare_both_logits(forced, logits, expected, again))
-            answer = processor(input_ids, fast, *args, **kwargs)
-            changed = logits.argmax(dim=-1) != answer.next_token_logits.argmax(dim=-1)
-            if self._judge(plan, found, int(changed.sum())):
-                return answer
-            expected.next_token_logits = logits
-            return expected
+            stock = processor(input_ids, rows, *args, **kwargs)
+            logits = stock.next_token_logits.clone()  # they may be in a buffer of all calls
+            again = processor(input_ids, forced, *args, **kwargs)
+            found.extend(_compare_both_logits(forced, logits, stock, again))
+            changed = logits.argmax(dim=-1) != again.next_token_logits.argmax(dim=-1)
+            self._judge(plan, found, int(changed.sum()))
+            stock.next_token_logits = logits
+            return stock
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._waiting.close()
@@ -146,39 +134,35 @@ class Auditor:
 
         self._waiting.enter_context(replaced(self._processor, forward=forward))
 
-    def _judge(self, plan: Plan, found: list[Difference], changes: int) -> bool:
-        """Count an audit, and log a defect; returns whether no rank has found one."""
+    def _judge(self, plan: Plan, found: list[Difference], changes: int = 0) -> None:
+        """Count an audit, and log a defect."""
         worst = rounding.find_worst(found)
-        excess = ranks.find_largest(worst.excess)
-        agrees = excess <= 1
-        counters.count_audit(excess, agrees=agrees, greedy_changes=changes)
+        differ = ranks.find_difference(f"an audit: {worst.is_rounding}")
+        agrees = worst.is_rounding and differ is None
+        counters.count_audit(worst.excess, agrees=agrees, greedy_changes=changes)
         if agrees:
-            return True
+            return
         if counters.audits.differ <= _MOST_LINES:
-            batch = plan.batch
-            what, starts = str(worst), None
+            batch, what = plan.batch, str(worst)
             if worst.is_rounding:
                 what = "another rank has found a defect"
-            if batch.return_logprob:
-                starts = batch.extend_logprob_start_lens_cpu
             log.log_error(
                 f"Gemma 4 fast prefill: an audited prefill differs from stock's: {what}; new "
                 f"tokens {batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, "
-                f"logprobs from {starts}, {plan.outcome}"
+                f"logprobs from {batch.extend_logprob_start_lens_cpu}, {plan.outcome}"
             )
-        if self._turns_off:
+        if self._strict:
             self._state.turn_off(DIFFERED)
             counters.note_unsupported(DIFFERED, logging.ERROR)
-        return False
 
 
 def _compare_both_logits(
     rows: torch.Tensor, logits: torch.Tensor, stock: Any, forced: Any
 ) -> list[Difference]:
-    compared = [layerwise.compare_logits(logits, forced.next_token_logits, rows=rows)]
-    both = stock.input_token_logprobs, forced.input_token_logprobs
-    if both[0] is not None and both[0].numel():
+    found = [layerwise.compare_logits(logits, forced.next_token_logits, rows=rows)]
+    expected, other = stock.input_token_logprobs, forced.input_token_logprobs
+    if expected is not None and expected.numel():
+        expected, other = expected[:, None], other[:, None]
         size, what = logits.float().square().mean(dim=-1).sqrt().mean(), "input log-probabilities"
-        one, other = (logprobs[:, None] for logprobs in both)
-        compared.append(Comparison.of(what, one, other, _OF_LOGPROBS, size=size, rounded=rows))
-    return rounding.read_differences(compared)
+        found.append(rounding.compare(what, expected, other, _OF_LOGPROBS, size=size, rounded=rows))
+    return found

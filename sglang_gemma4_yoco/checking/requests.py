@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_gemma4_yoco import compat, counters, settings
-from sglang_gemma4_yoco.compat.decode_graphs import loads_kv_layerwise
+from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.replaced import replaced
 
@@ -23,8 +23,6 @@ NO_ROOM = "the pools are too small for it"
 SHARED = "K and V of a server that serves are read or written by more than its forwards"
 _NEW = 7  # tokens of a request
 _BEYOND = 2  # tokens of the second request, beyond one window
-
-_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class NotComparableError(Exception):
@@ -47,7 +45,7 @@ class Run(NamedTuple):
 
     logits: torch.Tensor  # [requests, vocabulary]
     #: K and V of the new tokens, each [T, kv_heads, head_dim], by layer from 0 to S-1.
-    caches: dict[int, list[torch.Tensor]]
+    caches: dict[int, KeysAndValues]
     outcome: str | None  # as which it was counted; None if it was not counted
 
 
@@ -58,10 +56,10 @@ class SyntheticRequests:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
         self._runner = runner
-        self._caches: dict[int, tuple[_Pair, torch.Tensor]] = {}
+        self._caches: dict[int, CachedTokens] = {}
         for layer, pair, slots in _list_caches(runner, state, requests):
             new = [own[r.cached :] for own, r in zip(slots, requests, strict=True)]
-            self._caches[layer] = (pair, torch.cat(new))
+            self._caches[layer] = CachedTokens(torch.cat(new), *pair)
         self._before = self._others()
 
     def run(
@@ -69,7 +67,7 @@ class SyntheticRequests:
         starts: Sequence[int] | None = None,
         *,
         finishes: bool = True,
-        given: Mapping[int, Sequence[torch.Tensor]] | None = None,
+        given: Mapping[int, KeysAndValues] | None = None,
     ) -> Run:
         """Run one forward, which is counted nowhere.
 
@@ -78,17 +76,14 @@ class SyntheticRequests:
             finishes: some request's prompt ends here.
             given: ``Run.caches`` of layers that do not run, written to the pool first.
         """
-        for layer, (pair, slots) in self._caches.items():
-            for number, cache in enumerate(pair):
-                cache[slots] = 0  # what is not written must not look as if it were
-                if given and layer in given:
-                    cache[slots] = given[layer][number]
+        for layer, cached in self._caches.items():
+            cached.write((0, 0))  # what is not written must not look as if it were
+            if given and layer in given:
+                cached.write(given[layer])
         batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
         with counters.count_apart() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
-        caches = {}
-        for layer, ((keys, values), slots) in self._caches.items():
-            caches[layer] = [keys[slots], values[slots]]
+        caches = {layer: cached.read() for layer, cached in self._caches.items()}
         return Run(logits, caches, next(iter(outcomes), None))
 
     def others_changed(self) -> bool:
@@ -98,28 +93,25 @@ class SyntheticRequests:
     def _others(self) -> list[torch.Tensor]:
         """Copies of what is restored; zeros for the new tokens, and for slot 0 of the padding."""
         end = _find_end(self.requests)
-        return [
-            cache[:end].index_fill(0, torch.cat([slots.new_zeros(1), slots]), 0)
-            for pair, slots in self._caches.values()
-            for cache in pair
-        ]
+        others = list[torch.Tensor]()
+        for cached in self._caches.values():
+            own = torch.cat([cached.slots.new_zeros(1), cached.slots])
+            for cache in (cached.keys, cached.values):
+                others.append(cache[:end].index_fill(0, own, 0))
+        return others
 
 
-def find_borrowing_reason(runner: Any) -> str | None:
-    """Why slots of a server that serves may not be used for a moment, or None.
+def _check_borrowing() -> None:
+    """Raise NotComparableError where slots of a server that serves may not be used for a moment.
 
     SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
     keep their K and V. So nothing reads or writes the pools once the device has been waited for,
     except for what the scheduler does not launch: transfers to and from other machines, and what
     a hierarchical cache copies.
     """
-    argument = compat.server.get_server_arguments()
-    assert argument is not None, "a server that serves has been given its arguments"
-    transfers = argument("disaggregation_mode") != "null"
-    copies = argument("enable_hierarchical_cache") or loads_kv_layerwise(runner.token_to_kv_pool)
-    if transfers or copies:
-        return SHARED
-    return None
+    argument = compat.server.read_argument
+    if argument("disaggregation_mode") != "null" or argument("enable_hierarchical_cache"):
+        raise NotComparableError(SHARED)
 
 
 @contextmanager
@@ -130,8 +122,10 @@ def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[Syntheti
         runner: SGLang's ``ModelRunner``; nothing else reads or writes its pools meanwhile.
 
     Raises:
-        NotComparableError: the pools have no room for them.
+        NotComparableError: the pools have no room for them, or may not be used.
     """
+    if state.serves:
+        _check_borrowing()
     window = max(
         compat.attention.count_keys_in_window(layer.self_attn.attn) for layer in state.model.layers
     )
@@ -179,11 +173,6 @@ def restore_afterwards(places: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def draw_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Normally distributed, of this shape, in fp32."""
-    return torch.randn(like.shape, generator=generator, device=like.device)
-
-
 def _choose_lengths(window: int, page: int) -> list[tuple[int, int]]:
     """Tokens cached and new, of each request; what is cached ends with a page.
 
@@ -196,30 +185,30 @@ def _choose_lengths(window: int, page: int) -> list[tuple[int, int]]:
 
 
 def _fit_requests(runner: Any, state: ModelState, window: int) -> list[Request]:
-    """Those that fit into the pools; slots of a page are consecutive, and pages are shuffled."""
+    """Those that fit into the pools; the pages of each are shuffled, in each pool otherwise."""
     page, table = runner.token_to_kv_pool_allocator.page_size, runner.req_to_token_pool.req_to_token
-    slots = min(len(keys) for _, (keys, _), _ in _list_caches(runner, state, ()))
-    lengths, pages = list[tuple[int, int]](), list[int]()
+    pages = min(len(keys) for _, (keys, _), _ in _list_caches(runner, state, ())) // page
+    vocabulary, draw = state.model.config.vocab_size, torch.Generator().manual_seed(0)
+    requests, first_page = list[Request](), 1  # the first one is reserved
     for cached, new in _choose_lengths(window, page):
-        more = -(-(cached + new) // page)
-        fits = sum(pages) + more < slots // page  # the first one is reserved
-        if fits and cached + new <= table.shape[1] and len(lengths) + 1 < table.shape[0]:
-            lengths.append((cached, new))
-            pages.append(more)
-    draw = torch.Generator().manual_seed(0)
-    both = [(torch.randperm(sum(pages), generator=draw) + 1).split(pages) for _ in range(2)]
-    vocabulary, requests = state.model.config.vocab_size, []
-    for row, ((cached, new), *drawn) in enumerate(zip(lengths, *both, strict=True), start=1):
-        own = [(p[:, None] * page + torch.arange(page)).flatten()[: cached + new] for p in drawn]
+        row, length = len(requests) + 1, cached + new
+        end_page = first_page - (-length // page)
+        if end_page > pages or length > table.shape[1] or row >= table.shape[0]:
+            continue
         # In the middle of the vocabulary: Gemma keeps special tokens at both ends.
         ids = torch.randint(vocabulary // 2, vocabulary * 9 // 10, (new,), generator=draw)
-        requests.append(Request(row, cached, *(t.to(runner.device) for t in (ids, *own))))
+        tensors = [ids]
+        shuffled = first_page + torch.randperm(end_page - first_page, generator=draw)
+        for order in (shuffled, shuffled.flip(0)):
+            tensors.append((order[:, None] * page + torch.arange(page)).flatten()[:length])
+        requests.append(Request(row, cached, *(tensor.to(runner.device) for tensor in tensors)))
+        first_page = end_page
     return requests
 
 
 def _list_caches(
     runner: Any, state: ModelState, requests: Sequence[Request]
-) -> Iterator[tuple[int, _Pair, list[torch.Tensor]]]:
+) -> Iterator[tuple[int, KeysAndValues, list[torch.Tensor]]]:
     """Of layers 0 to S-1 the number, K and V, and the slots of each request in them."""
     pool = runner.token_to_kv_pool
     for layer in state.model.layers[: state.cut_layer + 1]:
@@ -235,27 +224,23 @@ def _find_end(requests: Sequence[Request]) -> int:
 
 
 def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], window: int) -> None:
-    """Write random K and V into the requests' slots, as large as the model's own."""
+    """Write random K and V into the requests' slots, as large as the model's own.
+
+    The values at the edge of the last row's window, of the first token inside and the last one
+    outside, are as large as all others together: bf16's rounding would hide one of 512 equal ones.
+    """
     generator, end = torch.Generator(runner.device).manual_seed(0), _find_end(requests)
     caches = _list_caches(runner, state, requests)
     for layer, (_, (keys, values), slots) in zip(state.model.layers, caches, strict=False):
+        values[:end].normal_(generator=generator)
         # Gemma 4 scales no scores: its weights keep keys small.
-        of_channels = layer.self_attn.k_norm.weight.float()
-        keys[:end] = draw_like(keys[:end], generator) * of_channels
-        values[:end] = draw_like(values[:end], generator)
+        keys[:end].normal_(generator=generator).mul_(layer.self_attn.k_norm.weight)
+        most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
         for request, own in zip(requests, slots, strict=True):
-            _mark_edges(values, own, request, window)
-
-
-def _mark_edges(values: torch.Tensor, slots: torch.Tensor, request: Request, window: int) -> None:
-    """Make the values at the edge of the last row's window, of the first token inside and the last
-    one outside, as large as all others together: bf16's rounding would hide one of 512 equal ones.
-    """
-    most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
-    first = len(slots) - window
-    for token in (first - 1, first):
-        if 0 <= token < request.cached:
-            values[slots[token]] *= min(window, most)
+            inside = len(own) - window
+            for token in (inside - 1, inside):
+                if 0 <= token < request.cached:
+                    values[own[token]] *= min(window, most)
 
 
 def make_prefill_batch(
@@ -280,7 +265,7 @@ def make_prefill_batch(
     total = batch.extend_num_tokens
     for name, value in {
         "contains_last_prefill_chunk": finishes,
-        "req_pool_indices_cpu": torch.tensor([r.row for r in requests]),
+        "req_pool_indices_cpu": batch.req_pool_indices.to("cpu", copy=True),
         # How a captured prefill separates rows from padding, up to 0.5.19 and since then.
         "num_token_non_padded_cpu": total,
         "global_num_token_non_padded_cpu": total,
@@ -308,32 +293,32 @@ def _want_logprobs(batch: Any, requests: Sequence[Request], starts: Sequence[int
 
 def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
     """The fields of a batch that say which rows these requests have."""
-    rows, prefixes, lens, lengths = list[int](), list[int](), list[int](), list[int]()
-    first_rows, positions = list[int](), list[int]()
-    slots = list[torch.Tensor]()
+    rows, prefixes, lens = list[int](), list[int](), list[int]()
+    ids, slots, positions = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for r in requests:
-        first_rows.append(sum(lens))
         rows.append(r.row)
         prefixes.append(r.cached)
         lens.append(len(r.ids))
-        lengths.append(len(r.slots))
-        positions += range(r.cached, len(r.slots))
+        ids.append(r.ids)
         slots.append(r.slots[r.cached :])
-    input_ids = torch.cat([r.ids for r in requests])
+        positions.append(torch.arange(r.cached, len(r.slots), device=r.ids.device))
+    input_ids = torch.cat(ids)
     on_device = input_ids.new_tensor
+    cached, new = on_device(prefixes), on_device(lens)
+    lengths, first_rows = cached + new, new.cumsum(0) - new
     return {
         "input_ids": input_ids,
         "req_pool_indices": on_device(rows),
-        "seq_lens": on_device(lengths),
-        "seq_lens_cpu": torch.tensor(lengths),
-        "orig_seq_lens": on_device(lengths, dtype=torch.int32),
-        "seq_lens_sum": sum(lengths),
+        "seq_lens": lengths,
+        "seq_lens_cpu": lengths.to("cpu", copy=True),
+        "orig_seq_lens": lengths.int(),
+        "seq_lens_sum": sum(prefixes) + sum(lens),
         "out_cache_loc": torch.cat(slots),
-        "positions": on_device(positions),
-        "extend_num_tokens": sum(lens),
-        "extend_seq_lens": on_device(lens, dtype=torch.int32),
-        "extend_prefix_lens": on_device(prefixes, dtype=torch.int32),
-        "extend_start_loc": on_device(first_rows, dtype=torch.int32),
+        "positions": torch.cat(positions),
+        "extend_num_tokens": len(input_ids),
+        "extend_seq_lens": new.int(),
+        "extend_prefix_lens": cached.int(),
+        "extend_start_loc": first_rows.int(),
         "extend_seq_lens_cpu": lens,
         "extend_prefix_lens_cpu": prefixes,
     }

@@ -12,7 +12,7 @@ large as the others, and a norm over all of them would see those alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +61,6 @@ class Difference:
     def __str__(self) -> str:
         if self.allowed == 0:
             return self.what
-        if math.isinf(self.error):
-            return f"{self.what} is not a number"
         return f"{self.what} off by {self.error:.1e}, up to {self.allowed:.1e} is rounding"
 
 
@@ -71,81 +69,56 @@ def make_defect(what: str) -> Difference:
     return Difference(what, math.inf, 0.0)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One comparison, not read from the device yet.
+def compare(
+    what: str,
+    expected: torch.Tensor,
+    found: torch.Tensor,
+    roundings: float,
+    *,
+    size: torch.Tensor | None = None,
+    besides: float = 0.0,
+    rounded: torch.Tensor | None = None,
+) -> Difference:
+    """The worst error of ``found``: of all its numbers, of one row, and on average.
 
-    Attributes:
-        errors: [4], relative: of all numbers (root mean square), of the worst row, and on average;
-            then what is allowed for another reason than rounding.
-        allowed: how much of the first three may be rounding.
+    It is read from the device. Both are [..., channels], of one type.
+
+    Args:
+        roundings: how large the root mean square may be, in units of the type.
+        size: [rows, channels] or a part of it, what errors are relative to; None for the root mean
+            square of each channel.
+        besides: a relative error that has another reason than rounding.
+        rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from rows
+            of bf16. None for ``expected``.
     """
-
-    what: str
-    errors: torch.Tensor
-    allowed: tuple[float, float, float]
-
-    @classmethod
-    def of(
-        cls,
-        what: str,
-        expected: torch.Tensor,
-        found: torch.Tensor,
-        roundings: float,
-        *,
-        size: torch.Tensor | None = None,
-        besides: torch.Tensor | None = None,
-        rounded: torch.Tensor | None = None,
-    ) -> Comparison:
-        """Compare ``found`` with ``expected``, each [..., channels] of one type.
-
-        Args:
-            roundings: how large the root mean square may be, in units of the type.
-            size: [rows, channels] or a part of it, what errors are relative to; None for the root
-                mean square of each channel.
-            besides: [], a relative error that has another reason than rounding.
-            rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from
-                rows of bf16. None for ``expected``.
-        """
-        place = get_unit(expected)
-        if rounded is not None:
-            place = get_unit(rounded)
-        e, f = (rows.float().flatten(0, -2) for rows in (expected, found))
-        relative_to = size
-        if relative_to is None:
-            relative_to = measure_sizes(e)
-        relative_to = relative_to.clamp_min(_TINY)
-        error, e = (f - e) / relative_to, e / relative_to
-        of_rows = error.square().mean(dim=-1)
-        drift = (error * e).sum() / e.square().sum().clamp_min(_TINY)
-        if besides is None:
-            besides = drift.new_zeros(())
-        errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs(), besides])
-        bound, few = roundings * place, _OF_FEW / math.sqrt(error.numel())
-        return cls(what, errors, (bound, _ONE_ROW * bound, (_DRIFT + few) * bound))
+    if rounded is None:
+        rounded = expected
+    if size is None:
+        size = measure_sizes(expected)
+    size = size.clamp_min(_TINY)
+    right = expected.float().flatten(0, -2)
+    error, right = (found.float().flatten(0, -2) - right) / size, right / size
+    of_rows = error.square().mean(dim=-1)
+    drift = (error * right).sum() / right.square().sum().clamp_min(_TINY)
+    errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs()])
+    bound, few = roundings * get_unit(rounded), _OF_FEW / math.sqrt(error.numel())
+    bounds = (bound, _ONE_ROW * bound, (_DRIFT + few) * bound)
+    differences = []
+    numbers = errors.nan_to_num(math.inf, posinf=math.inf).tolist()
+    for number, allowed in zip(numbers, bounds, strict=True):
+        differences.append(Difference(what, number, allowed + besides))
+    return find_worst(differences)
 
 
 def measure_sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Root mean squares of ``values`` [rows, channels] over ``dim``, which is kept, in fp32.
+    """Root mean squares of ``values`` [..., channels] over ``dim`` of [rows, channels], in fp32.
 
     Small ones count as a quarter of the typical one: a sum that cancels still has the roundings of
     its terms. Where a head averages values of size 1 to 0.01, its roundings are those of the
     values, a hundred times as large as its own.
     """
-    squares = values.float().square().mean(dim=dim, keepdim=True)
-    return (squares + _FLOOR**2 * squares.median()).sqrt().clamp_min(_TINY)
-
-
-def read_differences(compared: Sequence[Comparison]) -> list[Difference]:
-    """The worst error of each comparison; all are read from the device at once."""
-    if not compared:
-        return []
-    found = []
-    errors = torch.stack([one.errors for one in compared]).nan_to_num(math.inf, posinf=math.inf)
-    for one, (*row, more) in zip(compared, errors.tolist(), strict=True):
-        pairs = zip(row, one.allowed, strict=True)
-        found.append(find_worst(Difference(one.what, e, allowed + more) for e, allowed in pairs))
-    return found
+    squares = values.float().flatten(0, -2).square().mean(dim=dim, keepdim=True)
+    return (squares + _FLOOR**2 * squares.median()).sqrt()
 
 
 def find_worst(found: Iterable[Difference]) -> Difference:

@@ -23,7 +23,7 @@ from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.checking import layerwise, requests, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.requests import NotComparableError, Run, SyntheticRequests
-from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
+from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core.forward import EagerForward, serve_forward
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.plan import Plan
@@ -198,7 +198,6 @@ class BothPaths:
     ) -> list[Difference]:
         """Run the cut on stock's rows, and compare."""
         state, stock, found = self._state, self._stock.of_rows(kept.indices), list[Difference]()
-        assert stock.positions is not None
         forward = EagerForward(
             state, stock.positions, None, stock.layer_inputs[state.cut_layer].clone
         )
@@ -219,8 +218,7 @@ class BothPaths:
         found += before
         if finishes and outcome is None:  # a captured tail is not given stock's steps
             rows = stock.layer_inputs[state.cut_layer]
-            logits = layerwise.compare_logits(self._logits, seen.logits, rows=rows)
-            found += rounding.read_differences([logits])
+            found.append(layerwise.compare_logits(self._logits, seen.logits, rows=rows))
         return found
 
     def _as_served(self) -> list[Difference]:
@@ -247,7 +245,7 @@ class BothPaths:
             raise FastPathError
         if run.outcome not in counters.CUT:
             raise NotComparableError(run.outcome or NOT_SEEN)
-        compared = list[Comparison]()
+        found = list[Difference]()
         for layer, expected in self._before_cut.items():
-            compared += layerwise.compare_keys_and_values(layer, expected, run.caches[layer])
-        return run, rounding.read_differences(compared)
+            found += layerwise.compare_keys_and_values(layer, expected, run.caches[layer])
+        return run, found

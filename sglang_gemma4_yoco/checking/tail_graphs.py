@@ -12,7 +12,6 @@ comparisons with stock (``checking.start``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,47 +22,44 @@ from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.requests import (
     NotComparableError,
     Request,
-    draw_like,
     make_synthetic_requests,
 )
-from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
+from sglang_gemma4_yoco.checking.rounding import Difference
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
 TAIL, ROUNDINGS = "the captured tail", 2.0
+DIFFERS = "a graph does not give what the eager layers give"
 
 
-def check_graphs(graphs: TailGraphs, runner: Any) -> None:
-    """Compare every graph with the eager layers, and drop what differs, with one error line.
-
-    One that cannot be compared, as the pools have no room for it, is dropped without a line: the
-    check at start says so.
-    """
+def check_graphs(graphs: TailGraphs, runner: Any) -> str | None:
+    """Compare every graph with the eager layers; returns why none of them may be used, or None."""
     for size in graphs.rows:
         try:
             largest = rounding.find_worst(compare_graph(graphs, runner, size))
-        except NotComparableError:
-            graphs.drop(size)
-            continue
+        except NotComparableError as why:
+            return str(why)
         if not largest.is_rounding:
-            graphs.drop(size)
             log.log_error(
                 f"Gemma 4 fast prefill: the tail captured for {size} rows differs from the "
                 f"eager one (relative error {largest.error:.1e}, up to "
                 f"{largest.allowed:.1e} is rounding) and is not used"
             )
+            return DIFFERS
+    return None
 
 
 def compare_graph(graphs: TailGraphs, runner: Any, size: int) -> list[Difference]:
     """Compare the graph for ``size`` rows with the eager layers: with most padding, and none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
-    compared = []
+    found = []
     with make_synthetic_requests(runner, graphs.state) as synthetic:
         for rows in sorted({fewest, size}):
-            fill = partial(_fill_inputs, requests=synthetic.requests, generator=generator)
-            captured = graphs.replayed(size, rows, fill)
-            compared.append(Comparison.of(TAIL, graphs.eager(size, rows), captured, ROUNDINGS))
-    return rounding.read_differences(compared)
+            _fill_inputs(graphs.inputs[rows], synthetic.requests, generator)
+            captured = graphs.replayed(size, rows)
+            eager = graphs.eager(size, rows)
+            found.append(rounding.compare(TAIL, eager, captured, ROUNDINGS))
+    return found
 
 
 def _fill_inputs(inputs: Inputs, requests: Sequence[Request], generator: torch.Generator) -> None:
@@ -73,13 +69,10 @@ def _fill_inputs(inputs: Inputs, requests: Sequence[Request], generator: torch.G
     """
     for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
         if tensor is not None:
-            tensor.copy_(draw_like(tensor, generator))
+            tensor.normal_(generator=generator)
     rows = inputs.rows.shape[0]
-    chosen, lengths = list[int](), list[int]()
     for row in range(rows):
         request = requests[-1 - row % len(requests)]
-        chosen.append(request.row)
-        lengths.append(max(1, len(request.slots) * (rows - row) // rows))
-    inputs.requests.copy_(torch.tensor(chosen))
-    inputs.lengths.copy_(torch.tensor(lengths))
+        inputs.requests[row] = request.row
+        inputs.lengths[row] = max(1, len(request.slots) * (rows - row) // rows)
     inputs.positions.copy_(inputs.lengths - 1)

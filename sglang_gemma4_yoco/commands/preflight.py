@@ -125,8 +125,7 @@ def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> 
         why = " ".join(f"{type(failure).__name__}: {failure}".split())
         unknown = f"SGLang does not resolve these flags on this machine ({why})"
         raise CommandError(unknown) from failure
-    argument = compat.server.get_server_arguments()
-    assert argument is not None, "they have been published"
+    argument = compat.server.read_argument
     _prefill_graphs(report, config, argument)
     _judge(report, config, argument)
     if patch.installed and argument("model_impl") != "transformers":

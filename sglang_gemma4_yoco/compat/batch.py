@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as SpeculativeAlgorithm
 
@@ -20,8 +21,22 @@ def get_captured_hidden_states(runner: Any) -> Any:
     return of_server()
 
 
-def make_decode_batch(**fields: Any) -> Any:
-    """A decode step whose layers write no K and V; its residual is not started."""
-    size = fields["req_pool_indices"].shape[0]
-    fields |= {"batch_size": size, "seq_lens_sum": size, "out_cache_loc": None}
-    return ForwardBatch(forward_mode=ForwardMode.DECODE, **fields)
+def make_decode_step(requests: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor) -> Any:
+    """A decode step of these rows, one per request, whose layers write no K and V; not planned.
+
+    Args:
+        requests: [n], their rows in SGLang's table of tokens.
+        lengths: [n], tokens of each.
+        positions: [n].
+    """
+    size = requests.shape[0]
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=size,
+        input_ids=positions,  # only its shape is read
+        req_pool_indices=requests,
+        seq_lens=lengths,
+        seq_lens_sum=size,
+        out_cache_loc=None,
+        positions=positions,
+    )

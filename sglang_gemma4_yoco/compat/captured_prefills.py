@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from types import SimpleNamespace
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ BREAKABLE = "breakable"
 # Why capturing prefills ends a server; docs/upstream has both.
 SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
 IDS_AND_EMBEDDINGS = "it hands a multimodal model ids and embeddings at once"
-_INDEX = "index_attention_layers_by_global_id"  # since 0.5.19
+_INDEX = "index_attention_layers_by_global_id"  # since 0.5.19; it raises for such layers
 
 
 def find_capture_error(*, multimodal: bool) -> str | None:
@@ -36,21 +35,12 @@ def find_capture_error(*, multimodal: bool) -> str | None:
     backend = server.get_cuda_graph_backend("prefill")
     if backend is None or release.is_newer_than_tested():  # which may have been repaired
         return None
-    if not _indexes_shared_layers():
+    if hasattr(cuda_graph_setup, _INDEX):
         return SHARED_LAYER_IDS
     # Up to 0.5.21. It captures the multimodal model, which makes embeddings of the ids.
     if multimodal and backend != "tc_piecewise":
         return IDS_AND_EMBEDDINGS
     return None
-
-
-def _indexes_shared_layers() -> bool:
-    """Whether SGLang can capture two layers of the same id: up to 0.5.18 it does not check."""
-    index = getattr(cuda_graph_setup, _INDEX, lambda *_: None)
-    with suppress(ValueError):
-        index([SimpleNamespace(layer_id=0), SimpleNamespace(layer_id=0)], [None, None])
-        return True
-    return False
 
 
 @contextmanager
@@ -60,9 +50,6 @@ def index_shared_layers() -> Iterator[None]:
     Up to 0.5.22 a break then finds the donor, which has the same heads, window and scale.
     """
     stock: Any = getattr(cuda_graph_setup, _INDEX, None)
-    if stock is None:
-        yield
-        return
 
     def tolerant(attention_layers: Any, companions: Any, *args: Any, **kwargs: Any) -> Any:
         try:

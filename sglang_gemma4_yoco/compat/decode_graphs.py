@@ -47,12 +47,6 @@ def capture_session(decode_steps: Any, backend: Any) -> Iterator[None]:
         yield
 
 
-def loads_kv_layerwise(pool: Any) -> bool:
-    """Whether layers wait for their K and V in this pool: a cache loads them while others run."""
-    pools = (pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")))
-    return any(getattr(part, "layer_transfer_counter", None) is not None for part in pools)
-
-
 def find_memory_reason(device: torch.device) -> str | None:
     """Why nothing can be captured, or None. With several ranks a failed capture ends all."""
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The names of SGLang that are used, and the check that they are there.
+"""What of SGLang is read by name, and the check that it is there.
 
 Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this folder.
 """
@@ -6,12 +6,10 @@ Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
 
 from packaging.version import Version
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 from sglang.srt.observability import metrics_collector
@@ -22,95 +20,53 @@ SchedulerMetricsCollector = metrics_collector.SchedulerMetricsCollector
 #: Two helpers that the package adds to ``Gemma4TextModel``, where SGLang has none of its own.
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
-
-# Names that are used, by their owner. Of a batch: what the tail rewrites, or the gate must see.
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "ForwardBatch": (
-        "batch_size",
-        "capture_hidden_mode",
-        "extend_logprob_start_lens_cpu",
-        "extend_num_tokens",
-        "extend_prefix_lens",
-        "extend_prefix_lens_cpu",
-        "extend_seq_lens",
-        "extend_seq_lens_cpu",
-        "extend_start_loc",
-        "forward_mode",
-        "full_prefill_cuda_graph_capture",
-        "input_embeds",
-        "input_ids",
-        "kv_loc_cols",
-        "lora_ids",
-        "mm_input_embeds",
-        "mm_inputs",
-        "multi_item_delimiter_indices",
-        "out_cache_loc",
-        "positions",
-        "replace_embeds",
-        "req_pool_indices",
-        "residual_stream",
-        "return_hidden_states_before_norm",
-        "return_logprob",
-        "seq_lens",
-        "seq_lens_sum",
-        "spec_algorithm",
-        "spec_info",
-        "token_indices_to_pool",
-    ),
-    "ForwardMode": (
-        "DECODE",
-        "EXTEND",
-        "MIXED",
-    ),
-    "CanaryManager": ("model_forward_bracket_scope",),
-    "DumperConfig": ("from_env",),
-    "EnvField": (
-        "get",
-        "is_set",
-    ),
-    "ModelRunner": (
-        "init_attention_backends",
-        "init_cuda_graphs",
-        "init_decode_cuda_graph",
-        "init_prefill_cuda_graph",
-    ),
-    "capture_mode": (
-        "get_is_capture_mode",
-        "model_capture_mode",
-    ),
-    "dumper": ("may_enable",),
-    "forward_context": (
-        "forward_context",
-        "get_forward_context",
-        "has_forward_context",
-    ),
-    "parallel_state": ("graph_capture",),
-    "residual_batch": (
-        "set_written",
-        "start",
-    ),
-}
-_OWNERS: dict[str, Any] = {
-    "ForwardBatch": batch.ForwardBatch,
-    "ForwardMode": batch.ForwardMode,
-    "CanaryManager": CanaryManager,
-    "DumperConfig": server.DumperConfig,
-    "EnvField": server.EnvField,
-    "ModelRunner": ModelRunner,
-    "capture_mode": attention.capture_mode,
-    "dumper": server.dumper,
-    "forward_context": attention.forward_context,
-    "parallel_state": decode_graphs.parallel_state,
-    "residual_batch": layers.residual_batch,
-}
+# Fields of a batch that the tail rewrites, or that decide whether it may be cut. One by another
+# name would pass for one that is not set. Whatever else is missing raises an error where it is
+# used, at the latest in the check at start.
+_FIELDS = (
+    "batch_size",
+    "capture_hidden_mode",
+    "extend_logprob_start_lens_cpu",
+    "extend_num_tokens",
+    "extend_prefix_lens",
+    "extend_prefix_lens_cpu",
+    "extend_seq_lens",
+    "extend_seq_lens_cpu",
+    "extend_start_loc",
+    "forward_mode",
+    "full_prefill_cuda_graph_capture",
+    "input_embeds",
+    "input_ids",
+    "kv_loc_cols",
+    "lora_ids",
+    "mm_input_embeds",
+    "mm_inputs",
+    "multi_item_delimiter_indices",
+    "out_cache_loc",
+    "positions",
+    "replace_embeds",
+    "req_pool_indices",
+    "residual_stream",
+    "return_hidden_states_before_norm",
+    "return_logprob",
+    "seq_lens",
+    "seq_lens_sum",
+    "spec_algorithm",
+    "spec_info",
+    "token_indices_to_pool",
+)
+# Functions of a capture. Without them the tail would run eagerly, and short prompts as stock.
+_CAPTURING = (
+    (attention.capture_mode, "get_is_capture_mode"),
+    (attention.capture_mode, "model_capture_mode"),
+    (decode_graphs.parallel_state, "graph_capture"),
+)
 # The first release that has one of these, if it is not in all that are supported.
 _SINCE = {
-    "ForwardBatch.full_prefill_cuda_graph_capture": Version("0.5.22"),
-    "ForwardBatch.kv_loc_cols": Version("0.5.22"),
-    "ForwardBatch.residual_stream": Version("0.5.22"),
-    "ForwardBatch.token_indices_to_pool": Version("0.5.21"),
-    "residual_batch.set_written": Version("0.5.22"),
-    "residual_batch.start": Version("0.5.22"),
+    "full_prefill_cuda_graph_capture": Version("0.5.22"),
+    "kv_loc_cols": Version("0.5.22"),
+    "residual_stream": Version("0.5.22"),
+    "token_indices_to_pool": Version("0.5.21"),
 }
 
 
@@ -133,21 +89,21 @@ def _missing() -> Iterator[str]:
             yield f"{owner.__name__}.{name}({wanted})"
     if "end_layer" not in inspect.unwrap(model.forward).__code__.co_names:
         yield "Gemma4TextModel.forward's loop up to self.end_layer"
+    for module, name in _CAPTURING:
+        if not hasattr(module, name):
+            yield f"{module.__name__}.{name}"
     installed = Version(version("sglang"))
-    for part, names in _NAMES.items():
-        owner = _OWNERS[part]
-        present = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
-        for name in names:
-            missing = f"{part}.{name}"
-            if name not in present and installed >= _SINCE.get(missing, installed):
-                yield missing
+    for name in _FIELDS:
+        is_known = name in batch.ForwardBatch.__dataclass_fields__
+        if not is_known and installed >= _SINCE.get(name, installed):
+            yield f"ForwardBatch.{name}"
 
 
 def check_names() -> None:
     """Raise IncompatibleError, with what is missing and the remedy, unless all is there."""
-    missing = list(_missing())
+    missing = "; ".join(_missing())
     if missing:
         raise release.IncompatibleError(
-            f"SGLang {version('sglang')} lacks {'; '.join(missing)}. "
+            f"SGLang {version('sglang')} lacks {missing}. "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         )

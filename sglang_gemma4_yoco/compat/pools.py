@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from sglang_gemma4_yoco.compat.attention import (
     find_triton_class,
     frees_tables_early,
 )
+
+#: Of some tokens, each [tokens, kv_heads, head_dim].
+KeysAndValues = tuple[torch.Tensor, ...]
 
 
 def is_in_window_pool(pool: Any, layer: int) -> bool:
@@ -53,11 +57,31 @@ def write_keys_and_values(
     pool.set_kv_buffer(attention, target, k, v)
 
 
-def get_cache(
-    backend: Any, layer: int, slots: torch.Tensor
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """K and V of a layer, by its number in the model, and where ``slots`` of the full pool are."""
+@dataclass(frozen=True)
+class CachedTokens:
+    """K and V of some tokens in a layer's pool.
+
+    Attributes:
+        slots: where the tokens are in the pool.
+        keys, values: of the whole pool, each [slots, kv_heads, head_dim].
+    """
+
+    slots: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def read(self) -> KeysAndValues:
+        """Copies of their K and V, each [tokens, kv_heads, head_dim]."""
+        return self.keys[self.slots], self.values[self.slots]
+
+    def write(self, both: tuple[torch.Tensor | float, ...]) -> None:
+        """Overwrite their K and V."""
+        self.keys[self.slots], self.values[self.slots] = both
+
+
+def get_cached_tokens(backend: Any, layer: int, slots: torch.Tensor) -> CachedTokens:
+    """K and V of a layer, by its number in the model, at these slots of the full pool."""
     pool = backend.token_to_kv_pool
     if is_in_window_pool(pool, layer):
         slots = pool.translate_loc_from_full_to_swa(slots)
-    return pool.get_kv_buffer(layer), slots
+    return CachedTokens(slots, *pool.get_kv_buffer(layer))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -30,22 +29,16 @@ BARRIER_VARIABLE = "SGLANG_FORCE_COARSE_WAR_BARRIER"
 FAST_PREFILL = "kv_sharing_fast_prefill"
 
 
-def get_server_arguments() -> Callable[[str], Any] | None:
-    """Look-up of the running server's resolved arguments; None outside of a server.
+def read_argument(name: str) -> Any | None:
+    """An argument of the running server, as resolved; None outside of a server.
 
-    An argument that this SGLang does not have is None.
+    One that this SGLang does not have is None.
     """
     args = get_published_arguments()
-    if args is None:
+    if not hasattr(args, name):
         return None
     read = resolution_result or getattr
-
-    def argument(name: str) -> Any:
-        if hasattr(args, name):
-            return read(args, name)
-        return None
-
-    return argument
+    return read(args, name)
 
 
 def has_fast_prefill() -> bool:
@@ -108,18 +101,14 @@ def is_single_rank() -> bool:
 
 def get_tensor_parallel_group() -> Any | None:
     """SGLang's coordinator of the ranks that share this rank's layers; None for a rank alone."""
-    argument = get_server_arguments()
-    if argument is None or (argument("tp_size") or 1) == 1:
+    if (read_argument("tp_size") or 1) == 1:
         return None
     return get_parallel().tp_group
 
 
 def get_cuda_graph_backend(of: str) -> str | None:
     """The CUDA graph backend with which this server replays "prefill" or "decode", or None."""
-    argument = get_server_arguments()
-    if argument is None:
-        return None
-    of_phase = getattr(argument("cuda_graph_config"), of, None)
+    of_phase = getattr(read_argument("cuda_graph_config"), of, None)
     name: str | None = getattr(of_phase, "backend", None)
     if name == "disabled":
         return None

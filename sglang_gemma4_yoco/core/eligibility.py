@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
-from sglang_gemma4_yoco.core.state import ModelState, ReplayedExits
+from sglang_gemma4_yoco.core.state import ModelState
 
 SPECULATIVE = "speculative decoding"
 HIDDEN_STATES = "hidden states of all rows are returned"
@@ -122,7 +122,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
     eligible = Eligible(kept, intermediate, bucket)
     reason = _check_rows(state, forward_batch, eligible)
     if reason is None and state.replayed_exits is not None:
-        reason = _check_exit(state, state.replayed_exits, forward_batch, eligible)
+        reason = _check_exit(state, forward_batch, eligible)
     return reason or eligible
 
 
@@ -188,9 +188,10 @@ def _check_lengths(forward_batch: Any) -> str | None:
 def find_kept_rows(forward_batch: Any) -> KeptRows:
     """The rows of an extend batch whose logits the sampler and the logprobs read."""
     lens, prefix_lens = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-    if not forward_batch.return_logprob:
-        return KeptRows.suffixes(lens, prefix_lens)
-    return KeptRows.suffixes(lens, prefix_lens, forward_batch.extend_logprob_start_lens_cpu)
+    starts = None
+    if forward_batch.return_logprob:
+        starts = forward_batch.extend_logprob_start_lens_cpu
+    return KeptRows.suffixes(lens, prefix_lens, starts)
 
 
 def is_intermediate_chunk(forward_batch: Any) -> bool:
@@ -240,11 +241,9 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> st
     return IMAGE_LOGPROBS
 
 
-def _check_exit(
-    state: ModelState, exits: ReplayedExits, forward_batch: Any, eligible: Eligible
-) -> str | None:
+def _check_exit(state: ModelState, forward_batch: Any, eligible: Eligible) -> str | None:
     """Why a batch that may be cut does not leave SGLang's captured prefill, or None."""
-    if exits.closed is not None:
+    if state.replayed_exits.closed is not None:
         return EXITS_CLOSED
     if is_multimodal(forward_batch):  # the tail's inputs are made anew, from ids
         return CAPTURED_MEDIA

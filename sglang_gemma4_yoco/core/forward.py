@@ -104,7 +104,6 @@ def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     if plan.runner is not None:
         computed = kept.count
     counters.count_cut(
-        state.model,
         lambda: f"{type(state.model).__name__}, {state.describe()}",
         plan.outcome,
         computed=computed,

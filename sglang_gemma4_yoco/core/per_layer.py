@@ -7,6 +7,7 @@ Rows are independent of each other, and so are layers, so the numbers are the sa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -72,34 +73,29 @@ class Buffers(NamedTuple):
     embedded: torch.Tensor | None
 
 
+@dataclass(eq=False)
 class PerLayerInputs:
     """The inputs of one forward. ``project`` replaces the model's ``project_per_layer_inputs``.
 
     If they can be split, the model's loop gets this object instead of a [T, L, width] tensor, and
     indexes it as ``inputs[:, layer, :]`` for the layers before the cut.
+
+    Attributes:
+        cut: the first layer that reads kept rows only.
+        index: [B], the kept rows.
+        buffers: of a captured tail, which projects its inputs itself.
+        split: ``can_be_split(model)``.
     """
 
-    def __init__(
-        self, model: Any, cut: int, index: torch.Tensor, buffers: Buffers | None, *, split: bool
-    ) -> None:
-        """Compute nothing yet.
-
-        Args:
-            cut: the first layer that reads kept rows only.
-            index: [B], the kept rows.
-            buffers: of a captured tail, which projects its inputs itself.
-            split: ``can_be_split(model)``.
-        """
-        self._model = model
-        self._cut = cut
-        self._index = index
-        self._buffers = buffers
-        self._split = split
-        self._stock = model.project_per_layer_inputs
-        self._projected: torch.Tensor | None = None
-        self._embeds: torch.Tensor | None = None
-        self._embedded: torch.Tensor | None = None
-        self._requested = False
+    model: Any
+    cut: int
+    index: torch.Tensor
+    buffers: Buffers | None
+    split: bool
+    _projected: torch.Tensor | None = None
+    _embeds: torch.Tensor | None = None
+    _embedded: torch.Tensor | None = None
+    _requested: bool = False
 
     def project(self, embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
         """Project those of the layers before the cut; keep what the tail's projection needs.
@@ -109,18 +105,20 @@ class PerLayerInputs:
             embedded: [T, L, width], the per-layer embeddings, or None.
         """
         self._requested = True
-        if not self._split:
-            self._projected = self._stock(embeds, embedded)
+        if not self.split:
+            self._projected = type(self.model).project_per_layer_inputs(
+                self.model, embeds, embedded
+            )
             return self._projected
-        cut, into = self._cut, self._buffers or (None, None)
+        cut, into = self.cut, self.buffers or (None, None)
         before_cut = None
         if embedded is not None:
             before_cut = embedded[:, :cut]
-            self._embedded = torch.index_select(embedded[:, cut:], 0, self._index, out=into[1])
-        self._projected = project_layers(self._model, embeds, before_cut, 0, cut)
+            self._embedded = torch.index_select(embedded[:, cut:], 0, self.index, out=into[1])
+        self._projected = project_layers(self.model, embeds, before_cut, 0, cut)
         # A copy made now: the embeddings are layer 0's residual, which its fused add-norm
         # overwrites.
-        self._embeds = torch.index_select(embeds, 0, self._index, out=into[0])
+        self._embeds = torch.index_select(embeds, 0, self.index, out=into[0])
         return self
 
     def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor:
@@ -129,16 +127,16 @@ class PerLayerInputs:
 
     def are_complete(self) -> bool:
         """Whether the model has requested them, and has given what a captured tail needs."""
-        if self._buffers is None:
+        if self.buffers is None:
             return self._requested
-        return self._requested and (self._embedded is None) == (self._buffers.embedded is None)
+        return self._requested and (self._embedded is None) == (self.buffers.embedded is None)
 
     def get_kept(self) -> torch.Tensor | None:
         """The tail's per-layer inputs, [B, L - cut, width]; None without any."""
-        if self._split:
+        if self.split:
             assert self._embeds is not None
-            stop = self._model.config.num_hidden_layers
-            return project_layers(self._model, self._embeds, self._embedded, self._cut, stop)
+            stop = self.model.config.num_hidden_layers
+            return project_layers(self.model, self._embeds, self._embedded, self.cut, stop)
         if self._projected is None:
             return None
-        return self._projected[:, self._cut :].index_select(0, self._index)
+        return self._projected[:, self.cut :].index_select(0, self.index)

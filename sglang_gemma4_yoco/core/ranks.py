@@ -12,7 +12,6 @@ ranks are on one machine with one installation, so none lacks the package.
 
 from __future__ import annotations
 
-import torch
 from torch import distributed
 
 from sglang_gemma4_yoco import compat
@@ -39,13 +38,3 @@ def find_difference(found: str) -> str | None:
     if len(different) == 1:
         return None
     return f"{NOT_ALIKE}: {' / '.join(different)}"
-
-
-def find_largest(number: float) -> float:
-    """The largest of this rank's and its group's numbers."""
-    group = compat.server.get_tensor_parallel_group()
-    if group is None:
-        return number
-    shared = torch.tensor(number, dtype=torch.float64)
-    distributed.all_reduce(shared, distributed.ReduceOp.MAX, group=group.cpu_group)
-    return float(shared)

@@ -41,14 +41,6 @@ class TailRunner(Protocol):
         """The kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
 
 
-class ReplayedExits(Protocol):
-    """The exits of the captured prefill that SGLang is about to replay."""
-
-    @property
-    def closed(self) -> str | None:
-        """Why no batch may take them, or None."""
-
-
 class ModelState:
     """What is known of one model.
 
@@ -62,11 +54,11 @@ class ModelState:
         attention: the tail's own attention backend; None if ``unsupported``.
         captured: the captured tail (``captured.graphs.TailGraphs``), if there is one.
         is_capturing: whether the current forward is being captured in a CUDA graph.
-        replayed_exits: while SGLang replays a captured prefill, the exits of it; else None.
+        replayed_exits: while SGLang replays a captured prefill, its ``PrefillGraphExits``.
         after_cut: called with each forward that was cut, its plan and its output; returns the
             output for the model. None if there is nothing to do.
         failures_in_a_row: of the fast path.
-        is_checked: whether it was compared with stock at start, or has not to be.
+        serves: whether it was set up, so that the server may have requests.
         planned_rows: rows of a batch that is to be cut, until the model's forward takes its plan.
         report: entries for /server_info, by key, from the parts that use this object.
     """
@@ -83,11 +75,11 @@ class ModelState:
         self.unsupported = unsupported
         self.attention = attention
         self.captured: Any = None
-        self.replayed_exits: ReplayedExits | None = None
+        self.replayed_exits: Any = None
         self.is_capturing: Callable[[], bool] = compat.attention.is_capturing
         self.after_cut: Callable[[Any, Any, Any], Any] | None = None
         self.failures_in_a_row = 0
-        self.is_checked = False
+        self.serves = False
         self.planned_rows: int | None = None
         self.report: dict[str, Any] = {}
         self.splits_per_layer_inputs = can_be_split(model)

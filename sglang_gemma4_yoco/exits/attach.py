@@ -19,7 +19,6 @@ from sglang_gemma4_yoco.checking import requests, rounding
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.start import Checked
-from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
@@ -44,40 +43,54 @@ def capture_graphs(runner: Any, state: ModelState) -> Iterator[str | None]:
     of which no batch may be cut: its setup was never tried with a repair. Yields why it repairs.
     """
     _close_hooks(runner)
-    why = None
-    if state.unsupported is None:
-        why = capture.find_repair(multimodal=runner.model_config.is_multimodal)
+    multimodal, why = runner.model_config.is_multimodal, None
     with ExitStack() as stack:
-        if (
-            state.unsupported is None
-            and compat.server.get_cuda_graph_backend("prefill") == captured_prefills.BREAKABLE
-        ):
+        if state.unsupported is None and capture.find_closed_reason() is None:
             stack.enter_context(note_exit_points(state.tail_layers[0]))
+            why = capture.find_repair(multimodal=multimodal)
         if why is not None:
             stack.enter_context(capture.repair_capture(state.model, runner.model.config, why))
         else:
-            capture.warn_that_capture_fails(multimodal=runner.model_config.is_multimodal)
+            capture.warn_that_capture_fails(multimodal=multimodal)
         yield why
 
 
 def keep_to_text(runner: Any, state: ModelState, repaired: str | None) -> None:
     """Have prefills that SGLang has captured with the repair serve text alone, if they do it right.
 
+    Prompts with media, which graphs of ids would answer as text, run eagerly. Where their inputs
+    are not bit for bit those of SGLang's eager model, none of these graphs is used.
+
     Raises:
-        Exception: it failed, and none of these graphs is used.
+        Exception: it could not be found out, and other ranks wait for this one.
     """
     prefills = compat.server.get_captured_prefills(runner)
     if prefills is None or repaired is None:
         return
     if hasattr(prefills, _OF_IDS):  # SGLang has captured decode steps anew; these graphs stay
         return
+    fits = prefills.can_run_graph
+
+    def can_run_graph(batch: Any) -> bool:
+        return not batch.contains_mm_inputs() and bool(fits(batch))
+
+    prefills.can_run_graph = can_run_graph
+    setattr(prefills, _OF_IDS, True)
+    agree = not settings.current.self_check
     try:
-        _serve_text_alone(prefills)
-        if settings.current.self_check:
-            _compare_inputs(runner, state)
-    except BaseException:
-        runner.prefill_cuda_graph_runner = None
-        raise
+        if not agree:
+            make = partial(text_inputs.embed_text, state.model, runner.model.config)
+            agree = text_inputs.inputs_agree(runner, state.model, make)
+        if ranks.find_difference(f"inputs: {agree}"):
+            agree = False
+    except Exception as failure:
+        if not compat.server.is_single_rank():
+            raise
+        log.log_failure("Gemma 4 fast prefill: captured prefills could not be checked", failure)
+    if not agree:
+        runner.prefill_cuda_graph_runner = None  # then SGLang runs prefills eagerly
+        state.report["exits"] = f"closed: {OTHER_INPUTS}"
+        log.log_error(f"Gemma 4 fast prefill: no captured prefill is used: {OTHER_INPUTS}")
 
 
 def close_exits(runner: Any) -> None:
@@ -90,118 +103,63 @@ def close_exits(runner: Any) -> None:
         runner.prefill_cuda_graph_runner = None
 
 
-def _serve_text_alone(prefills: Any) -> None:
-    """Have prompts with media, which graphs of ids would answer as text, run eagerly."""
-    fits = prefills.can_run_graph
-
-    def can_run_graph(batch: Any) -> bool:
-        return not batch.contains_mm_inputs() and bool(fits(batch))
-
-    prefills.can_run_graph = can_run_graph
-    setattr(prefills, _OF_IDS, True)
-
-
-def _compare_inputs(runner: Any, state: ModelState) -> None:
-    """Compare what graphs make of ids with SGLang's eager model; if it differs, they go.
-
-    Raises:
-        Exception: it failed, and other ranks wait for this one.
-    """
-    model, agree = state.model, False
-    forward = capture.make_forward_of_ids(model, runner.model.config)
-    try:
-        agree = text_inputs.inputs_agree(
-            runner, model, partial(text_inputs.get_given_inputs, runner, model, forward)
-        )
-    except Exception as failure:
-        if not compat.server.is_single_rank():
-            raise
-        log.log_failure("Gemma 4 fast prefill: captured prefills could not be checked", failure)
-    if ranks.find_difference(f"inputs: {agree}") or not agree:
-        runner.prefill_cuda_graph_runner = None  # then SGLang runs prefills eagerly
-        state.report["exits"] = f"closed: {OTHER_INPUTS}"
-        log.log_error(f"Gemma 4 fast prefill: no captured prefill is used: {OTHER_INPUTS}")
-
-
-def open_exits(runner: Any, state: ModelState, unshown: str | None = None) -> None:
+def open_exits(runner: Any, state: ModelState) -> None:
     """Open the exits of what SGLang has captured; with several ranks on all, or on none.
 
-    Args:
-        unshown: why they cannot be checked now, if so.
-
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
-    exits, level = None, logging.WARNING
-    if compat.server.get_captured_prefills(runner) is None:
+    prefills = compat.server.get_captured_prefills(runner)
+    if prefills is None:
         if capture.is_named() and compat.server.runs_prefills_eagerly(runner):
             state.report["exits"] = NOT_CAPTURED
             log.log_once(
                 "Gemma 4 fast prefill: SGLang has captured no prefills, although "
                 "--cuda-graph-backend-prefill asks for it; they run eagerly, and are cut",
-                level,
+                logging.WARNING,
             )
         return
     _close_hooks(runner)
-    reason = unshown or _find_reason(runner)
-    try:
-        exits = _make_exits(runner, state)
-        if exits is not None and not all(exits.segments.values()):
+    reason, exits = capture.find_closed_reason(), None
+    if reason is None and getattr(runner, "canary_manager", None) is not None:
+        reason = CANARY
+    if reason not in (capture.NO_BREAKS, capture.NEWER):
+        config = None
+        if hasattr(prefills, _OF_IDS):
+            config = runner.model.config
+        exits = PrefillGraphExits(state, prefills, config)
+        if not all(exits.segments.values()):
             reason = reason or NO_POINT
-    except AttributeError as missing:
-        reason = str(missing)
     reason = ranks.find_difference(f"exits: {reason}, {exits and exits.segments}") or reason
+    level = logging.WARNING
     if exits is not None:
         exits.closed = reason
-    if exits is not None and reason is None:
-        checked = _check_exits(runner, state, exits)
-        state.report["exits_check"] = checked.to_json()
-        # A rank that leaves a graph would wait for one that runs it to its end.
-        reason = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
-        if checked.worst is not None and not checked.agrees:
-            reason, level = f"the check found {checked.worst}", logging.ERROR
-        elif not checked.agrees:
-            reason, level = f"they are not checked: {checked.unchecked}", logging.ERROR
-        exits.closed = reason
-    _report(state, exits, reason, level)
-
-
-def _report(
-    state: ModelState, exits: PrefillGraphExits | None, closed: str | None, level: int
-) -> None:
-    """Log whether the exits are open, and note it for /server_info."""
-    if closed is None:
+        if reason is None:
+            exits.closed = reason = _find_defect(runner, state, exits)
+            level = logging.ERROR
+    if reason is None:
         state.report["exits"] = f"open {exits}"
         log.log_once(f"Gemma 4 fast prefill: exits from captured prefills are open {exits}")
         return
-    state.report["exits"] = f"closed: {closed}"
+    state.report["exits"] = f"closed: {reason}"
     log.log_once(
-        f"Gemma 4 fast prefill: exits from captured prefills are closed: {closed}; "
+        f"Gemma 4 fast prefill: exits from captured prefills are closed: {reason}; "
         "--cuda-graph-backend-prefill=disabled shortens prefills",
         level,
     )
 
 
-def _find_reason(runner: Any) -> str | None:
-    """Why no exit of this server may be open, or None."""
-    reason = capture.find_closed_reason()
-    if reason is None and getattr(runner, "canary_manager", None) is not None:
-        return CANARY
-    return reason
-
-
-def _make_exits(runner: Any, state: ModelState) -> PrefillGraphExits | None:
-    """The exits of this runner's captured prefills, if they have breaks.
-
-    Raises:
-        AttributeError: this SGLang captures prefills differently.
-    """
-    if compat.server.get_cuda_graph_backend("prefill") != captured_prefills.BREAKABLE:
-        return None
-    prefills, config = compat.server.get_captured_prefills(runner), None
-    if hasattr(prefills, _OF_IDS):
-        config = runner.model.config
-    return PrefillGraphExits(state, prefills, config)
+def _find_defect(runner: Any, state: ModelState, exits: PrefillGraphExits) -> str | None:
+    """Check the exits, which are open; returns why they must be closed, or None."""
+    checked = _check_exits(runner, state, exits)
+    state.report["exits_check"] = checked.to_json()
+    # A rank that leaves a graph would wait for one that runs it to its end.
+    differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
+    if checked.agrees:
+        return differ
+    if checked.worst is None:
+        return f"they are not checked: {checked.unchecked}"
+    return f"the check found {checked.worst}"
 
 
 def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Checked:
@@ -214,16 +172,14 @@ def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Ch
     if unchecked is not None:
         return Checked(unchecked=unchecked)
     found = list[Difference]()
-    # Up to now a graph that needs no repair has the text model's own embeddings, as its exit has.
-    of_ids = (
-        hasattr(runner.prefill_cuda_graph_runner, _OF_IDS) or compat.release.is_newer_than_tested()
-    )
+    # A graph that needs no repair has the text model's own embeddings, as its exit has.
+    of_ids = hasattr(runner.prefill_cuda_graph_runner, _OF_IDS)
     try:
         if of_ids and not text_inputs.inputs_agree(
             runner, state.model, exits.embed, state.cut_layer
         ):
             return Checked(rounding.make_defect(OTHER_INPUTS))
-        _run_to_exits(runner, state, max(exits.segments), found)
+        _run_to_exits(runner, state, found)
     except requests.NotComparableError as why:
         return Checked(unchecked=str(why))
     except Exception as failure:
@@ -234,11 +190,10 @@ def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Ch
     return Checked(rounding.find_worst(found))
 
 
-def _run_to_exits(runner: Any, state: ModelState, longest: int, found: list[Difference]) -> None:
+def _run_to_exits(runner: Any, state: ModelState, found: list[Difference]) -> None:
     """Run synthetic requests up to the exits; what differs from whole graphs is added to ``found``.
 
-    Args:
-        longest: tokens of the largest bucket.
+    A prompt that finishes leaves at an exit only where the tail is captured.
     """
     finished = list[bool]()
 
@@ -251,9 +206,6 @@ def _run_to_exits(runner: Any, state: ModelState, longest: int, found: list[Diff
     always = replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
     comparing = replaced(state, after_cut=compare)
     with requests.make_synthetic_requests(runner, state) as chunks, always, comparing:
-        if sum(chunks.lens) > longest:
-            found.append(rounding.make_defect(f"{NOT_TAKEN}: they have up to {longest} tokens"))
-            return
         expected = [False]
         if state.captured is not None:
             few = chunks.requests[: state.captured.rows[-1]]

@@ -27,6 +27,7 @@ from sglang_gemma4_yoco.replaced import replaced
 
 OFF = f"{settings.name_of('prefill_graphs')}=0"
 NO_BREAKS = "it is captured without breaks"
+NEWER = "this SGLang is newer than the last one whose captured prefills are known"
 #: Where a graph of SGLang's has its exit point.
 POINT_ENTRY = "_yoco_exit_point"
 
@@ -89,6 +90,8 @@ def find_closed_reason() -> str | None:
         return OFF
     if compat.server.get_cuda_graph_backend("prefill") != captured_prefills.BREAKABLE:
         return NO_BREAKS
+    if compat.release.is_newer_than_tested():
+        return NEWER
     return None
 
 

@@ -104,7 +104,7 @@ class ExitForward:
     #: Gemma 4 has added 1 to its positions, in place.
     batch: Any
     stock: Callable[[], torch.Tensor]  # runs the graph to its end; returns ``output``
-    embed: Callable[[torch.Tensor], text_inputs.Inputs]  # of the tail's layers
+    embed: Callable[[torch.Tensor], Any]  # ``text_inputs.Inputs`` of the tail's layers
     point: capture.ExitPoint | None = None  # what can be read until the next replay, after ``fast``
     is_replay: ClassVar[bool] = True
 
@@ -128,7 +128,7 @@ class ExitForward:
         """Make the embeddings of the kept rows anew: the graph's own are overwritten by now."""
         embeds, embedded = self.embed(self.batch.input_ids.index_select(0, index))
         buffers.embeds.copy_(embeds)
-        if buffers.embedded is not None and embedded is not None:
+        if buffers.embedded is not None:
             buffers.embedded.copy_(embedded)
 
 

@@ -58,7 +58,7 @@ def inputs_agree(
         NotComparableError: SGLang gives its text model something else than what is known here.
     """
     ids = _list_named_ids(runner)
-    embeds, embedded = get_given_inputs(runner, model, runner.model.forward, ids)
+    embeds, embedded = get_given_inputs(runner, model, ids)
     own_embeds, own_embedded = make(ids)
     same = torch.equal(embeds, own_embeds)
     if embedded is not None:
@@ -66,13 +66,8 @@ def inputs_agree(
     return same
 
 
-def get_given_inputs(
-    runner: Any, model: Any, forward: Callable[..., Any], ids: torch.Tensor
-) -> Any:
-    """What the text model is given for these ids by ``forward``: ``Inputs``.
-
-    ``forward`` is called as SGLang calls its models; a batch that was not planned runs as stock.
-    """
+def get_given_inputs(runner: Any, model: Any, ids: torch.Tensor) -> Any:
+    """What SGLang's eager model gives its text model for these ids: ``Inputs``."""
     no_slots = torch.zeros_like(ids)
     text = Request(0, 0, ids, no_slots, no_slots)
     batch = make_prefill_batch(runner, [text], starts=None, finishes=True)
@@ -82,7 +77,8 @@ def get_given_inputs(
 
     try:
         with counters.count_apart(), replaced(model, project_per_layer_inputs=project):
-            forward(ids, batch.positions, batch)
+            # A batch that was not planned runs as stock.
+            runner.model.forward(ids, batch.positions, batch)
     except _Given as inputs:
         return inputs.args
     raise NotComparableError("the text model has not projected its inputs")

@@ -136,8 +136,8 @@ def list_judged_arguments() -> set[str]:
 
 def find_server_reason() -> str | None:
     """Why the arguments or variables of this server refuse every batch of it, or None."""
-    argument = compat.server.get_server_arguments()
-    if argument is None:
+    argument = compat.server.read_argument
+    if compat.server.get_published_arguments() is None:
         return None
     if argument(compat.server.FAST_PREFILL):
         return SGLANG_SERVES
@@ -233,10 +233,9 @@ MAIN_BACKENDS = {
     "FlashAttentionBackend",
     "XPUAttentionBackend",
 }
-# Run the tail: its decode step over a donor's K and V sees what the prefill's row sees.
+# Run the tail: its decode step over a donor's K and V sees what the prefill's row sees. It can be
+# captured: its decode steps read only buffers that planning fills.
 TAIL_BACKENDS = {"TritonAttnBackend"}
-# Run it captured: its decode steps read only buffers that planning fills.
-CAPTURABLE_BACKENDS = {"TritonAttnBackend"}
 
 # A variable of SGLang 0.5.23. When the tail is captured and compared, the pools are not there yet.
 ALLOCATED_LATER = (

@@ -45,41 +45,33 @@ def describe_state() -> dict[str, Any]:
     ``reason``: why not active; ``fast_prefill``: whose serves, if any; ``cut``, ``tail``: where,
     and how the tail runs; ``exits``: whether prefills that SGLang has captured may be cut;
     ``check``, ``exits_check``: results of the checks at start; ``rows`` by whether the last layer
-    computed them; ``audits``: None without any.
+    computed them; ``audits``: what they have found.
     """
-    served, cut = get_attached_state(), None
+    served = get_attached_state()
     reason: str | None = NO_MODEL
-    facts: dict[str, Any] = {}
-    # A strict audit that finds a defect ends the audits; their result stays.
-    audited = counters.audits != counters.Audits()
+    names = ("version", "active", "reason", "fast_prefill", "cut", "tail", "exits", "check")
+    entry: dict[str, Any] = dict.fromkeys((*names, "exits_check"))
     if served is not None:
-        reason, facts = served.unsupported, dict(served.report)
-        audited = audited or served.after_cut is not None
-    if reason is None and counters.is_unused():
-        reason = counters.NOT_CUT
-    serves = None
-    if reason is not None:  # no prefill is cut, so how is of no interest
-        facts |= {"tail": None, "exits": None}
-    elif served is not None:
-        cut, serves = served.describe(), "this package"
-    if reason == limits.SGLANG_SERVES:
-        serves = "SGLang"
-    audits = None
-    if audited:
-        audits = asdict(counters.audits)
+        reason = served.unsupported
+        if reason is None and counters.is_unused():
+            reason = counters.NOT_CUT
+        entry |= served.report
+        if reason is None:
+            entry |= {"cut": served.describe(), "fast_prefill": "this package"}
+        else:  # no prefill is cut, so how is of no interest
+            entry |= {"tail": None, "exits": None}
+        if reason == limits.SGLANG_SERVES:
+            entry["fast_prefill"] = "SGLang"
     forwards = Counter[str]()
     for outcome, number in counters.forwards.items():
         forwards[make_label(outcome)] += number
-    entry = {
+    entry |= {
         "version": __version__,
         "active": reason is None,
         "reason": reason,
-        "fast_prefill": serves,
-        "cut": cut,
-        **{name: facts.get(name) for name in ("tail", "exits", "check", "exits_check")},
         "forwards": forwards,
         "rows": counters.rows,
-        "audits": audits,
+        "audits": asdict(counters.audits),
     }
     return {name: replace_infinite(value) for name, value in entry.items()}
 
@@ -87,7 +79,7 @@ def describe_state() -> dict[str, Any]:
 def make_label(outcome: str) -> str:
     """An outcome in snake case, for a metric; reasons of the whole server have one in common.
 
-    >>> label("LoRA"), label("forward mode TARGET_VERIFY"), label("active_eager")
+    >>> make_label("LoRA"), make_label("forward mode TARGET_VERIFY"), make_label("active_eager")
     ('lora', 'forward_mode_target_verify', 'active_eager')
     """
     if outcome in counters.server_reasons:
@@ -98,18 +90,14 @@ def make_label(outcome: str) -> str:
 def replace_infinite(value: Any) -> Any:
     """``value`` with a word for each number in it that is not finite: JSON has none.
 
-    >>> finite({"worst": math.inf, "check": {"allowed": 0.5}})
-    {'worst': 'infinite', 'check': {'allowed': 0.5}}
+    >>> replace_infinite({"worst": math.inf, "check": {"allowed": 0.5}})
+    {'worst': 'inf', 'check': {'allowed': 0.5}}
     """
     if isinstance(value, Mapping):
         return {name: replace_infinite(part) for name, part in value.items()}
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "not a number"
-    if value > 0:
-        return "infinite"
-    return "-infinite"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def add_to_server_info(output: Any) -> None:
@@ -122,8 +110,7 @@ def add_to_server_info(output: Any) -> None:
 
 def collect_metrics(labels: Mapping[str, Any]) -> None:
     """Count in SGLang's metrics from now on, with the scheduler's labels. Never raises."""
-    argument = compat.server.get_server_arguments()
-    every_rank = argument is not None and argument("enable_metrics_for_all_schedulers")
+    every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")
     if labels.get("tp_rank", 0) != 0 and not every_rank:
         return
     try:

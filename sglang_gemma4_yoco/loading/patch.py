@@ -103,8 +103,10 @@ def patch_sglang() -> None:
     compat.names.check_names()
     if getattr(_Model.forward, "__globals__", None) is vars(forward):
         raise compat.release.IncompatibleError("Gemma4TextModel.forward is patched already")
-    for (patched, name), wrap in WRAPPED.items():
-        setattr(patched, name, wrap(getattr(patched, name)))
+    # All of them first: where SGLang lacks one, nothing is changed.
+    wrapped = {(owner, name): wrap(getattr(owner, name)) for (owner, name), wrap in WRAPPED.items()}
+    for (owner, name), method in wrapped.items():
+        setattr(owner, name, method)
     if not compat.server.has_fast_prefill():
         for name in compat.names.PUBLISHED_HELPERS:
             setattr(_Model, name, getattr(published, name))

@@ -15,7 +15,6 @@ import torch
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
 from sglang_gemma4_yoco.core.tail_batch import TailBatch, rewrite_batch
 from sglang_gemma4_yoco.loading import limits, start
 
@@ -30,9 +29,7 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     state, current = start.get_state(self), compat.attention.get_current_backend()
     if eligibility.find_ineligible_reason(state, forward_batch) is not None:
         return False
-    # A tail is planned on its own backend, on this one, or outside of any forward.
-    planned = current is None or (state.attention is not None and current is state.attention.main)
-    return planned or limits.get_backend_key(current) in limits.TAIL_BACKENDS
+    return current is None or limits.get_backend_key(current) in limits.TAIL_BACKENDS
 
 
 def _yoco_truncate_to_last_tokens(
@@ -57,12 +54,9 @@ def _yoco_truncate_to_last_tokens(
         # The helper was published in two argument orders; in the other one the batch comes first.
         others = (positions, per_layer_inputs, forward_batch)
         forward_batch, (hidden_states, positions, per_layer_inputs) = hidden_states, others
-    plan = getattr(forward_batch, PLAN_ENTRY, None)
-    if isinstance(plan, Plan):
-        tail = plan.tail
-    else:
-        kept, known = eligibility.find_kept_rows(forward_batch), compat.release
-        tail = TailBatch.of(forward_batch, kept, decodes=not known.is_newer_than_tested())
+    main = compat.attention.get_current_backend()
+    kept, known = eligibility.find_kept_rows(forward_batch), compat.release
+    tail = TailBatch.of(forward_batch, kept, decodes=not known.is_newer_than_tested())
     row_inputs = per_layer_inputs
     if row_inputs is not None:
         row_inputs = row_inputs.index_select(0, tail.index)
@@ -70,25 +64,18 @@ def _yoco_truncate_to_last_tokens(
     row_positions = positions.index_select(0, tail.index)
     fields = {**tail.fields, "positions": row_positions}
     with ExitStack() as stack:
-        stack.enter_context(_plan_attention(plan, forward_batch, fields))
+        stack.enter_context(_plan_attention(main, forward_batch, fields))
         compat.layers.write_residual(forward_batch, rows)
         return rows, row_positions, row_inputs, tail.index, stack.pop_all().close
 
 
 @contextmanager
-def _plan_attention(plan: Any, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
+def _plan_attention(main: Any, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
     """The batch has these fields in the ``with`` block, and attention is planned for them.
 
-    Where the package has planned this batch, its tail has a backend of its own. Elsewhere the
-    runner's is planned anew, and once more on the way out: that stalls the host, and drops image
-    masks that a model has written into the metadata.
+    It is planned once more on the way out. That stalls the host, and drops image masks that a model
+    has written into the metadata: by then the layers that need them have run.
     """
-    if isinstance(plan, Plan):
-        tail = plan.attention
-        with tail.running(forward_batch, fields, tail.plan(forward_batch, fields)):
-            yield
-        return
-    main: Any = compat.attention.get_current_backend()
     try:
         with rewrite_batch(forward_batch, fields):
             compat.attention.plan_tail(main, forward_batch)

@@ -12,7 +12,7 @@ import torch
 
 from sglang_gemma4_yoco import __version__, compat, counters, log, settings
 from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.checking import audit, requests, tail_graphs
+from sglang_gemma4_yoco.checking import audit, tail_graphs
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.core import eligibility, plan, ranks, tail_batch
@@ -197,20 +197,18 @@ def set_up(runner: Any, state: ModelState) -> None:
     # batches, may have launched the last one on another stream: nothing is freed, zeroed or
     # used below before it has run.
     compat.server.wait_for_device(runner.device)
-    first, unshown = not state.is_checked, None
+    first = not state.serves
     if first:
         _decide_decoding(runner, state)
-    else:
-        unshown = requests.find_borrowing_reason(runner)
-    able = limits.get_backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
-    lifecycle.capture_tail(runner, state, tail_graphs.check_graphs, unshown, can_be_captured=able)
+    lifecycle.capture_tail(runner, state, tail_graphs.check_graphs)
     checked = None
     if first:
         checked = _check_start(runner, state)
     if exits is None:
         state.report["exits"] = NO_EXITS
     elif state.unsupported is None:
-        exits.open_exits(runner, state, unshown)
+        exits.open_exits(runner, state)
+    state.serves = True
     if state.unsupported is not None:
         return
     if checked is not None:
@@ -260,7 +258,6 @@ def _check_start(runner: Any, state: ModelState) -> Checked:
             raise
         log.log_failure("Gemma 4 fast prefill: its self-check could not be run", failure)
         checked = Checked(unchecked=f"it failed: {type(failure).__name__}")
-    state.is_checked = True
     state.report["check"] = checked.to_json()
     differ = ranks.find_difference(f"agrees with stock: {checked.agrees}")
     if state.unsupported is not None:  # a forward of the check could not be cut, and has said why

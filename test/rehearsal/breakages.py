@@ -63,7 +63,7 @@ def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]
     state.unsupported = None
     found: list[str] = []
     if captures:
-        lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs, can_be_captured=True)
+        lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs)
         if state.captured is None:
             found.append(f"capture: {state.report['tail']}")
     for name, way in SERVED.items():

@@ -40,7 +40,7 @@ def _measure_memory() -> Answer:
 
 
 def _capture(engine: Engine, state: ModelState) -> Answer:
-    lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs, can_be_captured=True)
+    lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs)
     return _measure_memory()
 
 

@@ -154,7 +154,6 @@ def register_as_proven() -> None:
         return
     limits.MAIN_BACKENDS.update({windowed, f"{__name__}.{FrontBackend.__name__}"})
     limits.TAIL_BACKENDS.add(windowed)
-    limits.CAPTURABLE_BACKENDS.add(windowed)
 
 
 def _as_one_node(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

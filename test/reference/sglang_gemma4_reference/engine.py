@@ -90,7 +90,6 @@ def reset_log() -> None:
 
     for kept in (counters.forwards, counters.rows, counters.server_reasons):
         kept.clear()
-    counters._described.clear()
     log._logged.clear()
     vars(counters.audits).update(vars(counters.Audits()))
 

@@ -30,12 +30,14 @@ from sglang_gemma4_reference.checkpoint import (
 )
 from sglang_gemma4_reference.engine import Engine, reset_log, switched
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.captured.graphs import Replay, TailGraphs
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.compat.layers import get_rows
 from sglang_gemma4_yoco.core import cut
+from sglang_gemma4_yoco.core.plan import make_eager_tail
+from sglang_gemma4_yoco.core.tail import EagerTail
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -113,7 +115,11 @@ def test_a_captured_tail_that_is_not_replayed(
     captured: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is known of it then."""
-    monkeypatch.setattr(Replay, "outcome", counters.TAIL_EAGER)
+
+    def plan_eagerly(graphs: TailGraphs, batch: Any, tail: Any, _: int) -> EagerTail:
+        return make_eager_tail(graphs.state, batch, tail)
+
+    monkeypatch.setattr(TailGraphs, "plan", plan_eagerly)
     assert checked(captured) == Checked(unchecked=check.NOT_REPLAYED)
 
 

@@ -222,7 +222,7 @@ def set_up(engine: Engine, part: str) -> None:
             without.enter_context(mock.patch.object(lifecycle, "capture_tail"))
         if part == "check":
             state.report.pop("check", None)
-            state.is_checked = False
+            state.serves = False
         if part != "exits":
             without.enter_context(mock.patch.object(attach, "open_exits"))
         elif exits_of(engine) is not None:
@@ -241,7 +241,7 @@ def turn_on(engine: Engine) -> None:
     state = state_of(engine)
     state.unsupported, state.after_cut, state.failures_in_a_row = None, None, 0
     state.report.setdefault("check", {})
-    state.is_checked = True
+    state.serves = True
     if state.captured is None:
         set_up(engine, "capture")
     if exits_of(engine) is None or exits_of(engine).closed is not None:
@@ -368,7 +368,7 @@ def what_lives(engine: Engine) -> dict[str, Any]:
 
 # Attributes that stock changes with each forward; and what setting up begins with, in ``set_up``.
 COUNT_FORWARDS = (
-    "state.is_checked",
+    "state.serves",
     *("runner.forward_pass_id", "runner.shared_read_done_event"),
     *("prefills.raw_bs", "prefills.raw_num_tokens"),
 )

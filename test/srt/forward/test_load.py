@@ -78,13 +78,12 @@ def test_a_setting_that_means_nothing(
 def test_a_setting_that_means_something(name: str) -> None:
     """It sets what it is named after, and nothing else."""
     setting = settings.VARIABLES[name]
-    minimum = setting.metadata["minimum"]
     values: dict[str, Any] = {"0": False, "1": True}
-    if minimum is not None:
-        values = {}
-        for number in (minimum, 4096):
-            values[str(number)] = number
-    elif settings.has_names(setting):
+    if "number" in setting.metadata["kind"].accepted:
+        values = {"1": 1, "04096": 4096}
+        if "from 0 up" in setting.metadata["kind"].accepted:
+            values["0"] = 0
+    elif setting.default == ():
         values = {"theirs": ("theirs",), "a.B, c_1.d": ("a.B", "c_1.d")}
     for value, meaning in values.items():
         expected = dataclasses.replace(settings.Settings(), **{setting.name: meaning})
@@ -94,16 +93,35 @@ def test_a_setting_that_means_something(name: str) -> None:
 # ---------------------------------------------------------------- names of SGLang's
 
 
-@pytest.mark.parametrize("owner", sorted(compat.names._NAMES))
-def test_names_that_are_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, owner: str
+def test_fields_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a release that has given each of them another one."""
-    monkeypatch.setitem(compat.names._OWNERS, owner, SimpleNamespace())
+    """As on a release that has given each of them another name."""
+    monkeypatch.setattr(compat.batch, "ForwardBatch", SimpleNamespace(__dataclass_fields__={}))
     why = refusal(caplog)
-    for name in compat.names._NAMES[owner]:
-        assert f"{owner}.{name}" in why
+    for name in compat.names._FIELDS:
+        assert f"ForwardBatch.{name}" in why
     assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
+
+
+@pytest.mark.parametrize("place", [*patch.WRAPPED][1:], ids=lambda place: place[1])
+def test_a_method_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: tuple[type, str]
+) -> None:
+    """Then no other one is wrapped."""
+    owner, name = place
+    wrapped = {}
+    for (kind, method), wrap in patch.WRAPPED.items():
+        other = method
+        if (kind, method) == place:
+            other = f"{name}_by_another_name"
+        wrapped[kind, other] = wrap
+    before = of_sglang()
+    with monkeypatch.context() as gone:
+        gone.setattr(patch, "WRAPPED", wrapped)
+        plugin.load()
+    assert of_sglang() == before
+    assert f"'{owner.__name__}' has no attribute '{name}_by_another_name'" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -114,7 +132,7 @@ def test_names_of_newer_releases(
     monkeypatch: pytest.MonkeyPatch, release: str, pooled: bool, columns: bool
 ) -> None:
     """One that a release never had is not missed there."""
-    monkeypatch.setitem(compat.names._OWNERS, "ForwardBatch", None)
+    monkeypatch.setattr(compat.batch, "ForwardBatch", SimpleNamespace(__dataclass_fields__={}))
     monkeypatch.setattr(compat.names, "version", lambda _: release)
     missing = set(compat.names._missing())
     assert "ForwardBatch.positions" in missing

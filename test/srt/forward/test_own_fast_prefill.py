@@ -91,9 +91,7 @@ def test_doctor_says_whose_serves(
     report, arguments = Report(), ENGINE | {compat.server.FAST_PREFILL: flag}
     args = own_fast_prefill.Arguments(model_path=str(tiny_checkpoint), **arguments)
     with own_fast_prefill.added(), releases.serving(args):
-        argument = compat.server.get_server_arguments()
-        assert argument is not None
-        preflight._judge(report, {}, argument)
+        preflight._judge(report, {}, compat.server.read_argument)
     assert report.refusals == refusals
     assert [one for one in report.lines if "fast prefill" in one] == [
         f"  {'fast prefill':<20}  {line}"

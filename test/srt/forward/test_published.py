@@ -42,18 +42,18 @@ def test_the_published_helper_plans_the_tail_of_an_intermediate_chunk(
     engine: Engine, planned: Any
 ) -> None:
     """The package runs none of it; a caller of the helper gets its attention planned."""
-    tail, plans = attention_of(engine).tail, list[list[int]]()
+    main, plans = attention_of(engine).main, list[list[int]]()
     hidden = torch.randn(len(planned.input_ids), E2B_TINY.hidden_size)
 
     def note(batch: Any) -> None:
         plans.append(list(batch.extend_seq_lens_cpu))
 
-    with replaced(tail, init_forward_metadata=note):
+    with replaced(main, init_forward_metadata=note):
         *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
             hidden, planned.positions, None, planned
         )
         restore()
-    assert plans == [[1]]
+    assert plans == [[1], [len(hidden)]]
 
 
 @pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")

@@ -47,23 +47,15 @@ def test_errors_by_release(
     multimodal: bool,
     error: str | None,
 ) -> None:
-    """``shared``: as up to 0.5.18, or repaired."""
-    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: shared)
+    """``shared``: as up to 0.5.18."""
+    if shared:
+        monkeypatch.delattr(cuda_graph_setup, INDEX, raising=False)
+    else:
+        monkeypatch.setattr(cuda_graph_setup, INDEX, None, raising=False)
     with prefill_graphs(backend):
         assert captured_prefills.find_capture_error(multimodal=multimodal) == error
         monkeypatch.setattr(compat.release, "is_newer_than_tested", lambda: True)
         assert captured_prefills.find_capture_error(multimodal=multimodal) is None
-
-
-@pytest.mark.parametrize("index", [None, lambda layers, companions: (layers, companions)])
-def test_shared_layers_that_are_put_up_with(
-    monkeypatch: pytest.MonkeyPatch, index: Callable[..., Any] | None
-) -> None:
-    if index is None:
-        monkeypatch.delattr(cuda_graph_setup, INDEX, raising=False)
-    else:
-        monkeypatch.setattr(cuda_graph_setup, INDEX, index, raising=False)
-    assert captured_prefills._indexes_shared_layers()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +78,7 @@ def test_what_is_repaired(
 ) -> None:
     """Only where the operator has named breakable graphs, and has not switched that off."""
     setting(prefill_graphs=switch)
-    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: False)
+    monkeypatch.setattr(cuda_graph_setup, INDEX, None, raising=False)
     needed = None
     if is_needed:
         needed = captured_prefills.SHARED_LAYER_IDS

@@ -157,7 +157,7 @@ def test_rows_that_are_no_numbers(engine: Engine) -> None:
         calls.append(1)
         compat.layers.get_rows(output).mul_(math.nan if len(calls) == 2 else 1)
 
-    with engine.text_model.layers[-1].register_forward_hook(poison):
+    with engine.text_model.layers[-1].mlp.register_forward_hook(poison):
         assert worst(engine) == f"output of layer {LAYERS - 1}"
 
 

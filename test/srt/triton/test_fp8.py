@@ -116,7 +116,7 @@ def test_an_intermediate_chunk(engine: Engine) -> None:
 def test_its_tail_is_not_captured(engine: Engine) -> None:
     state = state_of(engine)
     assert state.captured is None
-    reason = lifecycle.find_reason(engine.runner, state, can_be_captured=True)
+    reason = lifecycle.find_reason(engine.runner, state)
     assert reason in {lifecycle.NO_GRAPHS, lifecycle.QUANTISED}
 
 

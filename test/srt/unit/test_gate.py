@@ -394,7 +394,7 @@ def test_every_field_that_is_read_must_exist() -> None:
     # A batch without it counts as read, so that none is taken for an intermediate one.
     safely_absent = {"contains_last_prefill_chunk"}
     judged = read.union(eligibility.INELIGIBLE_FIELDS) - of_others - safely_absent
-    assert judged <= {*compat.names._NAMES["ForwardBatch"]}
+    assert judged <= {*compat.names._FIELDS}
 
 
 def test_each_field_refuses_for_its_reason() -> None:

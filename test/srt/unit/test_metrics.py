@@ -117,7 +117,7 @@ def test_whatever_turns_the_path_off_is_told(serving: Serving, reason: str | Non
 
 @pytest.mark.parametrize(
     ("largest", "word"),
-    [(math.inf, "infinite"), (-math.inf, "-infinite"), (math.nan, "not a number")],
+    [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")],
 )
 def test_a_number_that_is_not_finite_is_a_word(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
@@ -155,7 +155,7 @@ def test_one_rank_counts_for_its_group(
     every: bool,
     counts: bool,
 ) -> None:
-    monkeypatch.setattr(compat.server, "get_server_arguments", lambda: lambda _: every)
+    monkeypatch.setattr(compat.server, "read_argument", lambda _: every)
     metrics.collect_metrics({"tp_rank": rank})
     counters.count_ineligible("a reason", 3)
     of = {"tp_rank": str(rank), "outcome": "a_reason"}

@@ -16,7 +16,7 @@ def test_what_a_variable_says_of_its_default_is_true() -> None:
         unset = settings.unset(setting)
         explained = "unset: " in setting.metadata["help"]
         assert (unset == "automatic") == explained == (setting.default is None)
-        is_empty = settings.has_names(setting) and unset == "none"
+        is_empty = setting.default == () and unset == "none"
         assert explained or is_empty or settings.parse(name, unset) is setting.default
 
 
