@@ -104,7 +104,7 @@ def test_fields_that_are_gone(
     assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
 
 
-@pytest.mark.parametrize("place", [*patch.WRAPPED][1:], ids=lambda place: place[1])
+@pytest.mark.parametrize("place", list(patch.WRAPPED)[1:], ids=lambda place: place[1])
 def test_a_method_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: tuple[type, str]
 ) -> None:
