@@ -173,7 +173,7 @@ def test_it_finds_streams_in_another_order(engine: Engine, monkeypatch: pytest.M
         return stock(model, layers, batch, rows.flip(1), *others)
 
     monkeypatch.setattr(gemma3n, "run_tail", run_tail)
-    assert find_defect(engine) == "rows at the cut"
+    assert find_defect(engine) == f"output of layer {CUT - 1}"
 
 
 def test_audits(engine: Engine) -> None:
