@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-pass
-
 
 @dataclass(frozen=True)
 class KeptRows:

@@ -43,15 +43,13 @@ def capture_graphs(runner: Any, state: ModelState) -> Iterator[str | None]:
     of which no batch may be cut: its setup was never tried with a repair. Yields why it repairs.
     """
     _close_hooks(runner)
-    multimodal, why = runner.model_config.is_multimodal, None
+    why = None
     with ExitStack() as stack:
         if state.unsupported is None and capture.find_closed_reason() is None:
             stack.enter_context(note_exit_points(state.tail_layers[0]))
-            why = capture.find_repair(multimodal=multimodal)
+            why = capture.find_repair(multimodal=runner.model_config.is_multimodal)
         if why is not None:
             stack.enter_context(capture.repair_capture(state.model, runner.model.config, why))
-        else:
-            capture.warn_that_capture_fails(multimodal=multimodal)
         yield why
 
 
@@ -135,7 +133,7 @@ def open_exits(runner: Any, state: ModelState) -> None:
     if exits is not None:
         exits.closed = reason
         if reason is None:
-            exits.closed = reason = _find_defect(runner, state, exits)
+            exits.closed = reason = _find_defect(runner, state)
             level = logging.ERROR
     if reason is None:
         state.report["exits"] = f"open {exits}"
@@ -149,9 +147,9 @@ def open_exits(runner: Any, state: ModelState) -> None:
     )
 
 
-def _find_defect(runner: Any, state: ModelState, exits: PrefillGraphExits) -> str | None:
+def _find_defect(runner: Any, state: ModelState) -> str | None:
     """Check the exits, which are open; returns why they must be closed, or None."""
-    checked = _check_exits(runner, state, exits)
+    checked = _check_exits(runner, state)
     state.report["exits_check"] = checked.to_json()
     # A rank that leaves a graph would wait for one that runs it to its end.
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
@@ -162,7 +160,7 @@ def _find_defect(runner: Any, state: ModelState, exits: PrefillGraphExits) -> st
     return f"the check found {checked.worst}"
 
 
-def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Checked:
+def _check_exits(runner: Any, state: ModelState) -> Checked:
     """Run synthetic prompts and intermediate chunks, which leave at the open exits.
 
     Raises:
@@ -172,13 +170,7 @@ def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Ch
     if unchecked is not None:
         return Checked(unchecked=unchecked)
     found = list[Difference]()
-    # A graph that needs no repair has the text model's own embeddings, as its exit has.
-    of_ids = hasattr(runner.prefill_cuda_graph_runner, _OF_IDS)
     try:
-        if of_ids and not text_inputs.inputs_agree(
-            runner, state.model, exits.embed, state.cut_layer
-        ):
-            return Checked(rounding.make_defect(OTHER_INPUTS))
         _run_to_exits(runner, state, found)
     except requests.NotComparableError as why:
         return Checked(unchecked=str(why))

@@ -11,7 +11,6 @@ prompt with images as if it were text: those run eagerly.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -110,14 +109,3 @@ def repair_capture(model: Any, config: Any, why: str) -> Iterator[None]:
     of_ids = make_forward_of_ids(model, config)
     with captured_prefills.index_shared_layers(), replaced(model, forward=of_ids):
         yield
-
-
-def warn_that_capture_fails(*, multimodal: bool) -> None:
-    """Log why SGLang cannot capture what it is about to: its own error names no remedy."""
-    why = captured_prefills.find_capture_error(multimodal=multimodal)
-    if why is not None:
-        log.log_once(
-            f"Gemma 4 fast prefill: SGLang cannot capture prefill CUDA graphs of this model, and "
-            f"may stop now ({why}); with --cuda-graph-backend-prefill=disabled it starts",
-            logging.WARNING,
-        )

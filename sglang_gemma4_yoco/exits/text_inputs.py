@@ -43,16 +43,11 @@ def embed_text(model: Any, config: Any, ids: torch.Tensor) -> Inputs:
 
 
 @torch.no_grad()
-def inputs_agree(
-    runner: Any, model: Any, make: Callable[[torch.Tensor], Any], first_layer: int = 0
-) -> bool:
+def inputs_agree(runner: Any, model: Any, make: Callable[[torch.Tensor], Any]) -> bool:
     """Whether ``make`` makes of ids what SGLang's eager model makes of them, bit for bit.
 
     The prompt has every id that the configuration names, not only those that are known to be
     special. It needs no slots: no layer runs.
-
-    Args:
-        first_layer: the first one of which ``make`` gives per-layer embeddings.
 
     Raises:
         NotComparableError: SGLang gives its text model something else than what is known here.
@@ -62,7 +57,7 @@ def inputs_agree(
     own_embeds, own_embedded = make(ids)
     same = torch.equal(embeds, own_embeds)
     if embedded is not None:
-        same = same and torch.equal(embedded[:, first_layer:], own_embedded)
+        same = same and torch.equal(embedded, own_embedded)
     return same
 
 

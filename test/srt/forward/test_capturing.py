@@ -20,7 +20,6 @@ from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
 from harness.observe import assert_stock as assert_all_rows
 from harness.observe import run
-from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.compat import captured_prefills
@@ -63,36 +62,6 @@ def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
 def replaying(backend: str) -> CudaGraphConfig:
     """A server whose prefills would be replayed."""
     return CudaGraphConfig(prefill=PhaseConfig(backend=backend, bs=[4, 8]))
-
-
-# ---------------------------------------------------------------- what SGLang cannot capture
-
-
-@pytest.mark.parametrize("multimodal", [True, False])
-@pytest.mark.parametrize("refused", [None, "some reason"])
-def test_what_cannot_be_captured_is_said(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    multimodal: bool,
-    refused: str | None,
-) -> None:
-    """Before SGLang's own runner of prefill graphs fails on the model, whatever else is refused."""
-    runner, state = engine.runner, start.get_state(engine.text_model)
-    # Put back afterwards: SGLang takes it away before it fails.
-    monkeypatch.setattr(runner, "prefill_cuda_graph_runner", runner.prefill_cuda_graph_runner)
-    monkeypatch.setattr(runner.model_config, "is_multimodal", multimodal)
-    monkeypatch.setattr(state, "unsupported", refused)
-    with releases.published(cuda_graph_config=replaying(Backend.BREAKABLE)):
-        why = captured_prefills.find_capture_error(multimodal=multimodal)
-        if why is None:
-            pytest.skip("this SGLang captures the prefills of such a model")
-        with pytest.raises(ValueError, match=ERRORS[why]):
-            runner.init_prefill_cuda_graph()
-    (record,) = [r for r in caplog.records if "cannot capture prefill CUDA" in r.getMessage()]
-    assert record.levelname == "WARNING"
-    assert why in record.getMessage()
-    assert "--cuda-graph-backend-prefill=disabled" in record.getMessage()
 
 
 def test_nothing_is_said_without_prefill_graphs(
