@@ -173,69 +173,52 @@ def end_round(server: Server, found: Found, name: str) -> None:
     server.forget_prefixes()
 
 
-def run_again(server: Server, prompts: Sequence[Prompt], found: Found, name: str, bar: Any) -> None:
-    """Send prompts one at a time to stock once more: each is a batch of its own, as before."""
-    if not server.fast:
-        for prompt in prompts:
-            found.answers[name].append(send_prompt(server, prompt, bar))
-        end_round(server, found, name)
-
-
-def ask_all(
-    both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found], bar: Any
+def send_in_turns(
+    both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found], name: str, bar: Any
 ) -> None:
-    """Send all prompts to each running server, one at a time and then several at once.
+    """Send prompts one at a time to each running server in turn, and then to stock once more.
 
-    What both have answered to a prompt is printed as soon as both have.
+    What both have answered to a question is printed as soon as both have.
     """
-    for server in both:
-        server.forget_prefixes()  # those of requests that SGLang sends when it starts
+    turns = list(both)
     for number, prompt in enumerate(prompts):
-        for server in both:
-            answers = found[server.fast].answers
-            answers[ALONE].append(send_prompt(server, prompt, bar))
-            if not server.fast:
+        turns.reverse()  # or the same server would always have the warmer caches
+        for server in turns:
+            answers, sent = found[server.fast].answers, send_prompt(server, prompt, bar)
+            if prompt.kind != kinds.WARM_UP:
+                answers[name].append(sent)
+            if name == ALONE and not server.fast:
                 # Stock computes the last row by itself then, as the fast path's tail does.
                 answers[CACHED].append(send_prompt(server, prompt, bar))
-        if len(found) == 2:
+        if name == ALONE and len(found) == 2:
             _, stock = found[False].answers[ALONE][number]
             _, fast = found[True].answers[ALONE][number]
             bar.clear()
             say(f"{prompt.kind}:\n  stock: {stock.text!r}\n  fast:  {fast.text!r}")
     for server in both:
         one = found[server.fast]
-        end_round(server, one, ALONE)
-        run_again(server, prompts, one, ALONE_AGAIN, bar)
-        pool = ThreadPoolExecutor(8)
-        try:
-            one.answers[AT_ONCE] += pool.map(partial(send_prompt, server, bar=bar), prompts)
-        finally:  # without waiting: after an interrupt their server is stopped next
-            pool.shutdown(wait=False, cancel_futures=True)
-        end_round(server, one, AT_ONCE)
+        end_round(server, one, name)
+        if not server.fast:  # each is a batch of its own, as before
+            again = f"{name}, {AGAIN}"
+            for prompt, _ in one.answers[name]:
+                one.answers[again].append(send_prompt(server, prompt, bar))
+            end_round(server, one, again)
 
 
-def time_prompts(
-    both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found], bar: Any
-) -> None:
-    """Send the timed prompts to each running server, in turns."""
-    timed = [prompt for prompt in prompts if prompt.kind == kinds.TIMED]
-    turns = list(both)
-    for prompt in prompts:
-        turns.reverse()  # or the same server would always have the warmer caches
-        for server in turns:
-            sent = send_prompt(server, prompt, bar)
-            if prompt.kind == kinds.TIMED:
-                found[server.fast].answers[TIMED].append(sent)
-    for server in both:
-        one = found[server.fast]
-        end_round(server, one, TIMED)
-        run_again(server, timed, one, TIMED_AGAIN, bar)
+def send_at_once(server: Server, prompts: Sequence[Prompt], found: Found, bar: Any) -> None:
+    """Send all prompts to a running server, several at a time."""
+    pool = ThreadPoolExecutor(8)
+    try:
+        found.answers[AT_ONCE] += pool.map(partial(send_prompt, server, bar=bar), prompts)
+    finally:  # without waiting: after an interrupt their server is stopped next
+        pool.shutdown(wait=False, cancel_futures=True)
+    end_round(server, found, AT_ONCE)
 
 
 def examine_servers(
     both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found]
 ) -> None:
-    """Send all prompts to each running server, then the timed ones in turns.
+    """Send all prompts to each running server, one at a time and several at once; then time some.
 
     ``found`` has what each has answered, also those that ran before; True is the fast one.
     """
@@ -243,12 +226,13 @@ def examine_servers(
 
     others = [prompt for prompt in prompts if prompt.kind in kinds.KINDS]
     timed = [prompt for prompt in prompts if prompt.kind not in kinds.KINDS]
-    # Stock gets each prompt four times, and each that is timed twice.
-    stock = 4 * len(others) + len(timed) + sum(prompt.kind == kinds.TIMED for prompt in timed)
-    total = {False: stock, True: 2 * len(others) + len(timed)}
-    with tqdm(total=sum(total[server.fast] for server in both), unit="request") as bar:
-        ask_all(both, others, found, bar)
-        time_prompts(both, timed, found, bar)
+    with tqdm(unit="request") as bar:
+        for server in both:
+            server.forget_prefixes()  # those of requests that SGLang sends when it starts
+        send_in_turns(both, others, found, ALONE, bar)
+        for server in both:
+            send_at_once(server, others, found[server.fast], bar)
+        send_in_turns(both, timed, found, TIMED, bar)
 
 
 def compare_by_kind(pairs: Pairs) -> Compared:
@@ -269,24 +253,18 @@ def judge(compared: Compared, noise: Collection[Comparison], *, exact: bool) -> 
     return sentences
 
 
-def collect_seconds(answers: Answers) -> dict[int, list[float]]:
-    """How long answers took, by the length of their prompts."""
-    seconds: dict[int, list[float]] = defaultdict(list)
-    for prompt, answer in answers:
-        seconds[len(prompt.body["input_ids"])].append(answer.seconds)
-    return seconds
-
-
 def summarise_times(off: Answers, again: Answers, on: Answers) -> list[dict[str, Any]]:
     """The times to first token by prompt length, the shortest first."""
-    points: dict[int, dict[str, Any]] = {}
+    points: dict[int, dict[str, Any]] = defaultdict(lambda: defaultdict(list))
     for way, answers in {"off": off, "again": again, "on": on}.items():
-        for tokens, seconds in collect_seconds(answers).items():
-            point = points.setdefault(tokens, {"tokens": tokens})
-            point[way] = asdict(Times.of(seconds))
-    for point in points.values():
-        point["ratio"] = point["off"]["median"] / point["on"]["median"]
-    return [points[tokens] for tokens in sorted(points)]
+        for prompt, answer in answers:
+            points[len(prompt.body["input_ids"])][way].append(answer.seconds)
+    summarised = []
+    for tokens, seconds in sorted(points.items()):
+        point: dict[str, Any] = {way: asdict(Times.of(own)) for way, own in seconds.items()}
+        ratio = point["off"]["median"] / point["on"]["median"]
+        summarised.append(point | {"tokens": tokens, "ratio": ratio})
+    return summarised
 
 
 def note_missing_hit(left_out: dict[str, str], answers: Answers) -> None:

@@ -203,7 +203,7 @@ def test_what_people_see(demonstrated: Done) -> None:
     assert stock == fast
     for words in ("Fast prefill was active", "the answers agree", "256", "2/2"):
         assert words in demonstrated.stdout, words
-    assert "100%" in demonstrated.stderr
+    assert re.search(r"\drequest", demonstrated.stderr)
     output = Path(document["output"])
     assert json.loads((output / "verify.json").read_text()) == document
     page = (output / "verify.html").read_text()
@@ -252,7 +252,8 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     On the same model as above.
     """
     sharp = write_checkpoint(tmp_path / "sharp", E2B_TINY_SHARP)
-    row_before = {"first_rows.append(end - m)": "first_rows.append(end - m - (n > m))"}
+    rows = "np.repeat(ends - kept_ends, kept)"
+    row_before = {rows: f"{rows} - np.repeat(new > kept, kept)"}
     path = changed_package(tmp_path / "copy", "core/kept_rows.py", row_before)
     mine = tmp_path / "mine.txt"
     mine.write_text("Is this one right?")
@@ -349,7 +350,10 @@ def test_a_round_that_the_prefix_cache_answers_is_not_reported(
             match=r"NOT active \(.*\) during the round 'several at once' \([1-9]\d* prompt tokens",
         ),
     ):
-        verify.ask_all([on_server], sent, defaultdict(verify.Found), bar)
+        questions = [prompt for prompt in sent if prompt.kind in prompts.KINDS]
+        found: dict[bool, verify.Found] = defaultdict(verify.Found)
+        verify.send_in_turns([on_server], questions, found, verify.ALONE, bar)
+        verify.send_at_once(on_server, questions, found[True], bar)
 
 
 class StandIn(servers.Server):
