@@ -12,7 +12,7 @@ from sglang_gemma4_yoco.commands.redact import redact
 #: What --json always has, beside the verdict; null where it was not determined.
 ENTRIES = (
     *("version", "sglang", "torch", "python", "settings", "plugins"),
-    *("model", "layers", "first_shared", "quantisation", "attention", "trusted_not_found"),
+    *("model", "layers", "first_shared", "quantisation", "attention"),
 )
 
 NO_SGLANG = "no SGLang is installed here; run this where the server runs"

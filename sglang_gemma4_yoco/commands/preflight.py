@@ -74,7 +74,7 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
         why = next(iter(str(failure).splitlines()), "") or repr(failure)
         remedy = "give a directory with a config.json, or a name that this machine can download"
         raise CommandError(f"the model {name} cannot be read ({why}): {remedy}") from failure
-    text = get_text_config(config)
+    text = config.get("text_config") or config
     layers: Any = text.get("num_hidden_layers")
     first, shared = None, "none"
     if str(text.get("model_type", "")).startswith(("gemma4", "gemma3n")) and layers is not None:
@@ -90,17 +90,6 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
     report.add("quantisation", quantised or "none, by its config", quantisation=quantised)
     report.add("first shared layer", shared, first_shared=first)
     return config
-
-
-def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the text model."""
-    text: Mapping[str, Any] = config.get("text_config") or config
-    return text
-
-
-def is_gemma3n(config: Mapping[str, Any]) -> bool:
-    """Whether the text model is Gemma 3n's."""
-    return str(get_text_config(config).get("model_type")).startswith("gemma3n")
 
 
 def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> None:
@@ -188,7 +177,8 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
     attention = sorted(map(str, names))
     report.add("attention backend", ", ".join(attention), attention=attention)
     others = [name for name in attention if name != compat.attention.TAIL_BACKEND]
-    if is_gemma3n(config):
+    text = config.get("text_config") or config
+    if str(text.get("model_type")).startswith("gemma3n"):
         others = attention
     if others:
         report.unknowns.append(
@@ -212,8 +202,5 @@ def _judge_classes(report: Report, architectures: Sequence[str]) -> None:
         outer: type = ModelRegistry.resolve_model_cls(list(architectures))[0]
     except ValueError as failure:
         raise CommandError(f"SGLang loads no {' or '.join(architectures)} here") from failure
-    reason, unmatched = classes.judge_classes(classes.find_unknown(outer, {}))
+    reason = classes.judge_classes(classes.find_unknown(outer, {}))
     report.refusals += filter(None, (reason,))
-    if unmatched:
-        line = f"no class or method is of {unmatched}: misspelt, unless it is a hook"
-        report.add(classes.VARIABLE, line, trusted_not_found=unmatched)

@@ -11,7 +11,6 @@ All is judged when a runner starts. What functions call in turn, such as kernels
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -112,39 +111,30 @@ def find_reason(runner: Any) -> str | None:
     try:
         found = [*find_unknown(type(model), _list_objects(model))]
         found += _find_in(type(backend).__name__, vars(backend))
-        reason, unmatched = judge_classes(found)
+        return judge_classes(found)
     except Exception as failure:  # noqa: BLE001 - of objects that are like no others
         log.log_failure("Gemma 4 fast prefill: looking for other people's code failed", failure)
         return NOT_JUDGED
-    if unmatched:
-        log.log_once(
-            f"Gemma 4 fast prefill: {VARIABLE} has {unmatched}, but nothing of that name is in "
-            "this server's model: is it misspelt?",
-            logging.WARNING,
-        )
-    return reason
 
 
-def judge_classes(found: Iterable[Unknown]) -> tuple[str | None, str]:
-    """Why this code refuses a server, or None; and the trusted names that mean nothing of it."""
-    trust, matched, refused = settings.current.trust, set[str](), list[Unknown]()
+def judge_classes(found: Iterable[Unknown]) -> str | None:
+    """Why this code refuses a server, or None."""
+    refused = list[Unknown]()
     for one in found:
-        meant = {one.module, f"{one.module}.{one.name}"}.intersection(trust)
-        matched |= meant
-        if not meant:
+        names = {one.module, f"{one.module}.{one.name}"}
+        if names.isdisjoint(settings.current.trust):
             refused.append(one)
-    unmatched = ", ".join(name for name in trust if name not in matched)
     if refused:
         place, module, name = refused[0]
         modules = ",".join(dict.fromkeys(one.module for one in refused))
         return (
             f"{place} {module}.{name}, which may read rows that are not computed: see "
             f"docs/help.md; {VARIABLE}={modules} accepts it"
-        ), unmatched
+        )
     for model in registry.TEXT_MODELS:
         if not _is_ours(inspect.unwrap(vars(model)["forward"], stop=_is_ours)):
-            return REPLACED, unmatched
-    return None, unmatched
+            return REPLACED
+    return None
 
 
 def _is_ours(function: Any) -> bool:

@@ -82,7 +82,7 @@ def test_what_is_known_of_a_server(answers: Answers) -> None:
     for name in ENTRIES:
         if found[name] is None:
             unknown.add(name)
-    assert unknown == {"quantisation", "trusted_not_found"}
+    assert unknown == {"quantisation"}
     assert (found["layers"], found["first_shared"]) == (8, 4)
     assert found["plugins"]["installed"] is True
     hybrid = "--prefill-attention-backend intel_xpu --decode-attention-backend triton"
@@ -357,7 +357,6 @@ def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert "their plugin prints" not in answer.out
     for words in (
         r"SGLANG_GEMMA4_YOCO_GRAPHS +is not a setting of this version, and is ignored",
-        r"SGLANG_GEMMA4_YOCO_TRUST +no class or method is of another: misspelt, unless",
         r"first shared layer +4: layers 4 to 7 have no K/V",
         r"found by SGLang +a_hook, gemma4_",
         r"decided at start +whether K and V can be read, whether the tail is captured, whether",

@@ -140,6 +140,5 @@ def test_another_plugin_that_is_trusted(
     with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
         both = compare((server, off_server), ask)
         assert server.log_lines("their hook saw a forward")
-        assert server.log_lines("is it misspelt?") == []
     assert both.rows[0] == cut(70, 1)
     assert_same_answers(both)
