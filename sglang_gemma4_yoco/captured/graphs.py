@@ -94,7 +94,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Replay:
-    """A graph, planned for the tail of one batch; a ``TailRunner``.
+    """A graph, planned for the tail of one batch; used as ``core.tail.EagerTail`` is.
 
     Attributes:
         inputs: the graph's, of the kept rows.

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.state import ModelState, TailRunner
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail import EagerTail, TailBackend
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
 
@@ -24,15 +24,15 @@ class Plan:
         batch: SGLang's ``ForwardBatch``.
         tail: its kept rows, and the batch as the tail sees it.
         attention: the tail's attention backend.
-        runner: runs the tail, whose attention is already planned; None for an intermediate chunk,
-            no row of which is read.
+        runner: runs the tail, whose attention is already planned: an ``EagerTail``, or a
+            ``captured.graphs.Replay``; None for an intermediate chunk, no row of which is read.
         outcome: the name under which ``counters`` counts the forward.
     """
 
     batch: Any
     tail: TailBatch
     attention: TailBackend
-    runner: TailRunner | None
+    runner: Any
     outcome: str
 
 
@@ -83,9 +83,8 @@ def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.E
         if at_exit:
             outcome = counters.EXIT_SKIPPED
         return Plan(forward_batch, tail, attention, None, outcome)
-    runner: TailRunner
     if eligible.bucket is None or state.captured is None:
-        runner = make_eager_tail(state, forward_batch, tail)
+        runner: Any = make_eager_tail(state, forward_batch, tail)
     else:
         runner = state.captured.plan(forward_batch, tail, eligible.bucket)
     outcome = runner.outcome

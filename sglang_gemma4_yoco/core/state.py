@@ -5,14 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import TextModel
-from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
+from sglang_gemma4_yoco.core.per_layer import can_be_split
 from sglang_gemma4_yoco.core.tail import TailBackend
 
 #: Where a model has its ``ModelState``.
@@ -21,26 +22,7 @@ STATE_ENTRY = "_yoco_state"
 _attached: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
 
-class TailRunner(Protocol):
-    """Runs the tail of one planned batch."""
-
-    @property
-    def outcome(self) -> str:
-        """The name under which ``counters`` counts its forward."""
-
-    @property
-    def buffers(self) -> Buffers | None:
-        """The memory from which it projects its per-layer inputs; None if it is given them."""
-
-    def run(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        get_inputs: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor:
-        """The kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
-
-
+@dataclass(eq=False)
 class ModelState:
     """What is known of one model.
 
@@ -63,27 +45,24 @@ class ModelState:
         report: entries for /server_info, by key, from the parts that use this object.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        kind: TextModel,
-        unsupported: str | None,
-        attention: TailBackend | None = None,
-    ) -> None:
-        self.model = model
-        self.kind = kind
-        self.unsupported = unsupported
-        self.attention = attention
-        self.captured: Any = None
-        self.replayed_exits: Any = None
-        self.is_capturing: Callable[[], bool] = compat.attention.is_capturing
-        self.after_cut: Callable[[Any, Any, Any], Any] | None = None
-        self.failures_in_a_row = 0
-        self.serves = False
-        self.planned_rows: int | None = None
-        self.report: dict[str, Any] = {}
-        self.splits_per_layer_inputs = can_be_split(model)
-        self._patches = ExitStack()
+    model: Any
+    kind: TextModel
+    unsupported: str | None
+    attention: TailBackend | None = None
+    captured: Any = None
+    replayed_exits: Any = None
+    is_capturing: Callable[[], bool] = compat.attention.is_capturing
+    after_cut: Callable[[Any, Any, Any], Any] | None = None
+    failures_in_a_row: int = 0
+    serves: bool = False
+    planned_rows: int | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+    _patches: ExitStack = field(default_factory=ExitStack)
+
+    @cached_property
+    def splits_per_layer_inputs(self) -> bool:
+        """Whether those of the tail's layers are projected for kept rows alone."""
+        return can_be_split(self.model)
 
     @cached_property
     def cut_layer(self) -> int:

@@ -74,7 +74,15 @@ class TailBackend:
 
 @dataclass(frozen=True)
 class EagerTail:
-    """A ``TailRunner`` that launches each layer; ``metadata`` is what ``attention`` planned."""
+    """Runs the tail of one planned batch: launches each layer.
+
+    A captured tail (``captured.graphs.Replay``) has the last two attributes and ``run`` as well.
+
+    Attributes:
+        metadata: what ``attention`` planned.
+        outcome: the name under which ``counters`` counts its forward.
+        buffers: the memory from which it projects its per-layer inputs; None if it is given them.
+    """
 
     kind: TextModel
     model: Any
