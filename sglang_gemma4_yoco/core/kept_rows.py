@@ -59,23 +59,19 @@ class KeptRows:
         >>> KeptRows.suffixes([5, 4, 3], [0, 0, 7], logprob_starts=[2, 4, 0]).lens
         [3, 1, 3]
         """
-        lens, kept_prefixes = list[int](), list[int]()
-        start_loc, first_rows = list[int](), list[int]()
-        count = end = 0
-        for request, n in enumerate(extend_lens):
-            m = 1
-            if logprob_starts is not None:
-                m = min(max(n - logprob_starts[request], 1), n)
-            end += n
-            lens.append(m)
-            kept_prefixes.append(prefix_lens[request] + n - m)
-            start_loc.append(count)
-            first_rows.append(end - m)
-            count += m
-        indices = array("q", first_rows)
-        if count > len(lens):
-            # In NumPy: Python numbers of 131,072 rows, as of a long prompt's logprobs, take 15 ms.
-            not_kept_before = np.subtract(first_rows, start_loc)
-            rows = np.repeat(not_kept_before, lens) + np.arange(count)
-            indices = array("q", rows.tobytes())
-        return cls(lens, kept_prefixes, start_loc, indices, end, count, count == len(lens))
+        new = np.array(extend_lens)
+        kept = np.ones_like(new)
+        if logprob_starts is not None:
+            kept = np.clip(new - logprob_starts, 1, new)
+        ends, kept_ends = new.cumsum(), kept.cumsum()
+        count = int(kept_ends[-1])
+        indices = np.repeat(ends - kept_ends, kept) + np.arange(count)
+        return cls(
+            lens=kept.tolist(),
+            prefix_lens=(prefix_lens + new - kept).tolist(),
+            start_loc=(kept_ends - kept).tolist(),
+            indices=array("q", indices.tobytes()),
+            total=int(ends[-1]),
+            count=count,
+            one_per_request=count == len(kept),
+        )
