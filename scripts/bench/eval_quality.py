@@ -44,7 +44,7 @@ from environment import SetupError
 from result_files import origin
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.https import make_session
-from sglang_gemma4_yoco.commands.verify.prompts import COLOURS, WHICH_COLOURS, draw_picture
+from sglang_gemma4_yoco.commands.verify.prompts import WHICH_COLOURS, draw_picture
 from sglang_gemma4_yoco.commands.verify.servers import (
     Server,
     WrongPathError,
@@ -53,6 +53,7 @@ from sglang_gemma4_yoco.commands.verify.servers import (
     run_servers,
 )
 
+COLOURS = ("red", "green", "blue", "yellow", "black", "white")
 PICTURES = list(itertools.permutations(COLOURS, 2))  # 30
 
 

@@ -293,22 +293,18 @@ def _want_logprobs(batch: Any, requests: Sequence[Request], starts: Sequence[int
 
 def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
     """The fields of a batch that say which rows these requests have."""
-    rows, prefixes, lens = list[int](), list[int](), list[int]()
-    ids, slots, positions = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    prefixes, lens = [r.cached for r in requests], [len(r.ids) for r in requests]
+    slots, positions = list[torch.Tensor](), list[torch.Tensor]()
     for r in requests:
-        rows.append(r.row)
-        prefixes.append(r.cached)
-        lens.append(len(r.ids))
-        ids.append(r.ids)
         slots.append(r.slots[r.cached :])
         positions.append(torch.arange(r.cached, len(r.slots), device=r.ids.device))
-    input_ids = torch.cat(ids)
+    input_ids = torch.cat([r.ids for r in requests])
     on_device = input_ids.new_tensor
     cached, new = on_device(prefixes), on_device(lens)
     lengths, first_rows = cached + new, new.cumsum(0) - new
     return {
         "input_ids": input_ids,
-        "req_pool_indices": on_device(rows),
+        "req_pool_indices": on_device([r.row for r in requests]),
         "seq_lens": lengths,
         "seq_lens_cpu": lengths.to("cpu", copy=True),
         "orig_seq_lens": lengths.int(),

@@ -97,16 +97,16 @@ UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
         "SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY",
     ),
 }
-# Numbers that refuse only above this; others are harmless up to 0.
-_HARMLESS_UP_TO = {
-    "pp_size": 1,
-    "attn_dp_size": 1,
-    "attn_cp_size": 1,
-    "dcp_size": 1,
-    "ep_size": 1,
-    "moe_dp_size": 1,
-    "dwdp_size": 1,
-    "nnodes": 1,
+# Numbers that refuse only above 1; others are harmless up to 0.
+_HARMLESS_AT_1 = {
+    "pp_size",
+    "attn_dp_size",
+    "attn_cp_size",
+    "dcp_size",
+    "ep_size",
+    "moe_dp_size",
+    "dwdp_size",
+    "nnodes",
 }
 # With one of these set, a request may have every row captured: refused beside speculative decoding.
 _HIDDEN_STATE_ARGUMENTS = {
@@ -211,7 +211,7 @@ def _check_table(argument: Callable[[str], Any]) -> str | None:
                 value = compat.server.read_variable(name)
             is_set = bool(value)
             if isinstance(value, int | float):
-                is_set = value > _HARMLESS_UP_TO.get(name, 0)
+                is_set = value > (name in _HARMLESS_AT_1)
             if is_set:
                 return reason
     return None

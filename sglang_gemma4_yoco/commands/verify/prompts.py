@@ -22,7 +22,6 @@ QUESTIONS, PREFIX, CHUNKS, LOGPROBS, PICTURES = KINDS = (
 TIMED, WARM_UP = "first tokens of timed prompts", "warm-up"
 BUNDLED = Path(__file__).with_name("prompts.txt")
 PREFIX_TOKENS = 320
-COLOURS = ("red", "green", "blue", "yellow", "black", "white")
 WHICH_COLOURS = "The left half and the right half of this picture have one colour each. Name both."
 
 
@@ -108,7 +107,7 @@ def make_timed(tokenizer: Any, length: int, number: int, kind: str = TIMED) -> P
 
 
 def draw_picture(left: str, right: str) -> str:
-    """A picture whose halves have these ``COLOURS``, as a data URL."""
+    """A picture whose halves have these colours, as a data URL."""
     from PIL import Image  # comes with SGLang
 
     image = Image.new("RGB", (224, 224), left)
