@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 
 from sglang_gemma4_yoco import __version__, settings
 
-DISTRIBUTION = "sglang-gemma4-yoco"
 GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
 
 logger = logging.getLogger(__package__)
@@ -28,7 +27,7 @@ why_not_installed: str | None = None
 def check_version() -> None:
     """Raise a ``RuntimeError`` unless an SGLang in this package's range is installed."""
     installed = version("sglang")
-    for requirement in map(Requirement, requires(DISTRIBUTION) or ()):
+    for requirement in map(Requirement, requires("sglang-gemma4-yoco") or ()):
         in_range = requirement.specifier.contains(installed, prereleases=True)
         if requirement.name == "sglang" and not in_range:
             raise RuntimeError(

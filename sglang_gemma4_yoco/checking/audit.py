@@ -30,7 +30,6 @@ from sglang_gemma4_yoco.replaced import replaced
 TABLES = "SGLang may rewrite its tables before an audit plans with them"
 DIFFERED = "an audited prefill differed from stock's"
 _MOST_LINES = 16  # errors that are logged; the others are counted
-_OF_LOGPROBS = 6.0  # roundings: a logit minus the logsumexp of all
 
 
 def make_auditor(runner: Any, state: ModelState) -> Auditor | None:
@@ -164,5 +163,6 @@ def _compare_both_logits(
     if expected is not None and expected.numel():
         expected, other = expected[:, None], other[:, None]
         size, what = logits.float().square().mean(dim=-1).sqrt().mean(), "input log-probabilities"
-        found.append(rounding.compare(what, expected, other, _OF_LOGPROBS, size=size, rounded=rows))
+        # 6 roundings: a logit minus the logsumexp of all.
+        found.append(rounding.compare(what, expected, other, 6.0, size=size, rounded=rows))
     return found

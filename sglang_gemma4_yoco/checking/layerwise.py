@@ -339,11 +339,12 @@ def compare_keys_and_values(
     layer: int, expected: KeysAndValues, found: KeysAndValues, where: str = "in the pool"
 ) -> list[Difference]:
     """K and V of a layer compared, each [rows, kv_heads, head_dim]."""
-    differences = []
-    for what, one, other in zip(("keys", "values"), expected, found, strict=True):
-        what = f"{what} of layer {layer} {where}"
-        differences.append(rounding.compare(what, one, other, _OF_KEYS))
-    return differences
+    place, both = f"of layer {layer} {where}", zip(expected, found, strict=True)
+    keys, values = both
+    return [
+        rounding.compare(f"keys {place}", *keys, _OF_KEYS),
+        rounding.compare(f"values {place}", *values, _OF_KEYS),
+    ]
 
 
 def compare_logits(

@@ -22,7 +22,6 @@ from sglang_gemma4_yoco.replaced import replaced
 NO_ROOM = "the pools are too small for it"
 SHARED = "K and V of a server that serves are read or written by more than its forwards"
 _NEW = 7  # tokens of a request
-_BEYOND = 2  # tokens of the second request, beyond one window
 
 
 class NotComparableError(Exception):
@@ -181,7 +180,7 @@ def _choose_lengths(window: int, page: int) -> list[tuple[int, int]]:
     """
     before = max(0, window - _NEW // 2 - 1) // page * page
     beyond = -(-(2 * window + 1) // page) * page
-    return [(0, _NEW), (before, window + _BEYOND - before), (beyond, _NEW - 2)]
+    return [(0, _NEW), (before, window + 2 - before), (beyond, _NEW - 2)]
 
 
 def _fit_requests(runner: Any, state: ModelState, window: int) -> list[Request]:

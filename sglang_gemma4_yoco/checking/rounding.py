@@ -103,11 +103,9 @@ def compare(
     errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs()])
     bound, few = roundings * get_unit(rounded), _OF_FEW / math.sqrt(error.numel())
     bounds = (bound, _ONE_ROW * bound, (_DRIFT + few) * bound)
-    differences = []
     numbers = errors.nan_to_num(math.inf, posinf=math.inf).tolist()
-    for number, allowed in zip(numbers, bounds, strict=True):
-        differences.append(Difference(what, number, allowed + besides))
-    return find_worst(differences)
+    both = zip(numbers, bounds, strict=True)
+    return find_worst(Difference(what, error, allowed + besides) for error, allowed in both)
 
 
 def measure_sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:

@@ -39,12 +39,10 @@ NOT_REPLAYED = "the captured tail was not replayed"
 RAISED = "the fast path raised an error"
 NO_NUMBERS = "logits that are not numbers"
 OTHERS_SLOTS = "slots that are not the requests' were written to"
-_MODEL = ("input_ids", "positions", "forward_batch")
 # Triton compiles a kernel three times: for 1 request, for a multiple of 16, and for other numbers,
 # as the comparisons have. In a cut prefill this is SGLang's extend kernel, before the cut; and if
 # the tail runs eagerly, the kernel that plans its decode step.
 _OTHER_NUMBERS = (1, 16)
-_BEING_CHECKED = "it is being compared with stock"
 
 
 class FastPathError(Exception):
@@ -143,7 +141,7 @@ class BothPaths:
         self._starts = [*lens[:-1], 0]
         self._starts[0] = 2
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
-        as_stock = replaced(state, unsupported=_BEING_CHECKED)
+        as_stock = replaced(state, unsupported="it is being compared")
         with layerwise.watch_stock(state, stock, before_cut=True), as_stock:
             run = synthetic.run(self._starts)
         if not stock.layer_inputs:
@@ -208,8 +206,9 @@ class BothPaths:
             return rows
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            batch = layerwise.name_arguments(_MODEL, args, kwargs)["forward_batch"]
-            return serve_forward(state, batch, forward)
+            names = ("input_ids", "positions", "forward_batch")
+            call = layerwise.name_arguments(names, args, kwargs)
+            return serve_forward(state, call["forward_batch"], forward)
 
         with replaced(forward, fast=fast), replaced(state.model, forward=run):
             seen, before = self._cut(starts, self._before_cut, finishes=finishes)

@@ -16,8 +16,7 @@ from typing import Any
 from sglang.srt import runtime_context, server_args
 from transformers import PretrainedConfig
 
-from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands.console import CommandError, Report
 from sglang_gemma4_yoco.commands.redact import redact_flags
 from sglang_gemma4_yoco.core.eligibility import EMBEDDINGS
@@ -30,10 +29,6 @@ try:
 except ImportError:  # as in ``loading.start``
     capture = None  # type: ignore[assignment]
 
-#: What a server only determines when it starts, and logs in its first line.
-AT_START = "whether K and V can be read, whether the tail is captured, whether stock agrees"
-# Besides, on a release that was never tested.
-_TAIL_AT_START = "whether the tail decodes and is captured, or extends, eagerly"
 # Arguments with which linear layers may be of another kind than the checkpoint's.
 _QUANTISING = (
     *("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
@@ -45,7 +40,8 @@ def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
     """Add everything that needs SGLang, which has loaded its plugins."""
     report.entries["plugins"]["installed"] = patch.installed
     if compat.release.is_newer_than_tested():
-        report.add("SGLang", f"newer than {compat.release.LAST_TESTED}, the last release tested")
+        known = f"newer than {compat.release.LAST_TESTED}, the last release tested"
+        report.add("SGLang", f"{known}: the tail may run eagerly")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")
@@ -82,8 +78,8 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
     if first is not None:
         shared = f"{first}: layers {first} to {layers - 1} have no K/V"
     quantised = None
-    for part, name in product((config, text), ("quantization_config", "compression_config")):
-        if quantised is None and part.get(name):
+    for part, name in product((text, config), ("compression_config", "quantization_config")):
+        if part.get(name):
             quantised = str(part[name].get("quant_method", name))
     report.add("architecture", ", ".join(config.get("architectures") or ["not named"]))
     report.add("layers", str(layers), layers=layers)
@@ -126,31 +122,22 @@ def _prefill_graphs(report: Report, config: Mapping[str, Any], argument: Any) ->
     graph = compat.server.get_cuda_graph_backend("prefill")
     if graph is None:
         return
-    backend, disabled = f"backend {graph!r}", "--cuda-graph-backend-prefill=disabled"
     if capture is None:
-        report.add("prefill graphs", f"{backend}: exits are {start.NO_EXITS}")
+        report.add("prefill graphs", f"backend {graph!r}: exits are {start.NO_EXITS}")
         return
+    disabled = "--cuda-graph-backend-prefill=disabled"
     sees = argument("enable_multimodal") is not False
     multimodal = sees and not config.get("language_model_only", False)
     why = captured_prefills.find_capture_error(multimodal=multimodal)
     cut = patch.installed and limits.find_server_reason() is None
-    repaired = cut and capture.find_repair(multimodal=multimodal) is not None
-    if why is not None and not repaired:
-        cannot = f"{backend}: SGLang cannot capture this model"
-        if not settings.current.prefill_graphs:
-            cannot += f" ({capture.OFF}: it is not repaired)"
-        report.add("prefill graphs", cannot)
+    if why is not None and not (cut and capture.find_repair(multimodal=multimodal)):
         stops = f"SGLang does not start with prefill CUDA graphs of this model ({why})"
         report.refusals.append(f"{stops}; {disabled} starts it")
         return
-    how = "SGLang captures them"
-    if repaired:
-        how = f"SGLang's capture is repaired ({why})"
-    report.add("prefill graphs", f"{backend}: {how}")
     replays = "replayed prefills are shortened, where the check at start agrees"
     if closed := capture.find_closed_reason():
         replays = f"replayed prefills are not shortened ({closed}); {disabled} shortens them"
-    report.add("", replays)
+    report.add("prefill graphs", f"backend {graph!r}: {replays}")
 
 
 def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
@@ -186,12 +173,8 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
             "triton (for Gemma 3n where SGLang can run it), trtllm_mha, fa3, fa4, intel_xpu, and "
             "hybrids of them"
         )
-    report.add("decided at start", AT_START)
-    if compat.release.is_newer_than_tested():
-        decided = _TAIL_AT_START
-        if not settings.current.self_check:
-            decided = f"the tail extends, and runs eagerly ({check.OFF})"
-        report.add("", decided)
+    decided = "whether K and V can be read, whether the tail is captured, whether stock agrees"
+    report.add("decided at start", decided)
 
 
 def _judge_classes(report: Report, architectures: Sequence[str]) -> None:

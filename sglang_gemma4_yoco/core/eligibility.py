@@ -60,7 +60,6 @@ _LAST_ROW_CAPTURES = (
     compat.batch.CaptureHiddenMode.NULL,
     compat.batch.CaptureHiddenMode.LAST,
 )
-_EXTENDS = (compat.batch.ForwardMode.EXTEND, compat.batch.ForwardMode.MIXED)
 
 # An eager tail pays if at least so many rows are skipped, and at least one of ``_ONE_OF``.
 _FEWEST_ON_CPU, _FEWEST_EAGER_ON_GPU, _ONE_OF = 3, 1024, 16
@@ -128,7 +127,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
 
 def _check_mode(mode: Any) -> str | None:
     if isinstance(mode, compat.batch.ForwardMode):
-        if mode in _EXTENDS:
+        if mode in (compat.batch.ForwardMode.EXTEND, compat.batch.ForwardMode.MIXED):
             return None
         return f"{_OTHER_MODE}{mode.name}"
     # A mode of another type, as in the published tests of the helpers.

@@ -97,15 +97,7 @@ def make_eager_tail(state: ModelState, forward_batch: Any, tail: TailBatch) -> E
     """What launches the tail of this batch layer by layer, its attention planned."""
     assert state.attention is not None
     metadata = state.attention.plan(forward_batch, tail.fields)
-    return EagerTail(
-        kind=state.kind,
-        model=state.model,
-        layers=state.tail_layers,
-        batch=forward_batch,
-        tail=tail,
-        attention=state.attention,
-        metadata=metadata,
-    )
+    return EagerTail(state, forward_batch, tail, metadata)
 
 
 def take_plan(state: ModelState, forward_batch: Any) -> Plan | str:

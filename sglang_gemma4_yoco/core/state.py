@@ -128,8 +128,7 @@ def first_shared_layer(config: Any) -> int | None:
     layers = config.num_hidden_layers
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     if 0 < shared < layers:
-        first: int = layers - shared
-        return first
+        return int(layers - shared)
     return None
 
 

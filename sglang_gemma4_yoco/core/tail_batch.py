@@ -19,9 +19,6 @@ import torch
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import kept_rows
 
-# Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes, that is
-# of 4 numbers of 4 bytes: the lengths of 3 requests are followed by 1 number of padding.
-_ALIGNMENT = 4
 # Of the blocks that are pinned at start: numbers in them, as powers of two. 2 ** 4 are enough for
 # one request, and 2 ** 18 for all rows of the longest prompt, 131,072.
 _PINNED = range(4, 19)
@@ -65,7 +62,9 @@ class TailBatch:
             decodes: one kept row per request is run as a decode step.
         """
         device = forward_batch.extend_seq_lens.device
-        padding = [0] * (-len(kept.lens) % _ALIGNMENT)
+        # Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes,
+        # that is of 4 numbers of 4 bytes: 1 number of padding follows the lengths of 3 requests.
+        padding = [0] * (-len(kept.lens) % 4)
         columns = [*kept.lens, *padding, *kept.prefix_lens, *padding, *kept.start_loc, *padding]
         packed = torch.frombuffer(kept.indices + array("q", columns), dtype=torch.int64)
         if device.type == "cuda":

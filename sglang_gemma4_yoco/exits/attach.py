@@ -148,8 +148,22 @@ def open_exits(runner: Any, state: ModelState) -> None:
 
 
 def _find_defect(runner: Any, state: ModelState) -> str | None:
-    """Check the exits, which are open; returns why they must be closed, or None."""
-    checked = _check_exits(runner, state)
+    """Check the exits, which are open; returns why they must be closed, or None.
+
+    Raises:
+        Exception: a prefill of the check failed, and other ranks wait for this one.
+    """
+    checked = Checked(unchecked=check.find_reason())
+    try:
+        if checked.unchecked is None:
+            checked = Checked(rounding.find_worst(_run_to_exits(runner, state)))
+    except requests.NotComparableError as why:
+        checked = Checked(unchecked=str(why))
+    except Exception as failure:
+        if not compat.server.is_single_rank():
+            raise
+        log.log_failure("Gemma 4 fast prefill: exits could not be checked", failure)
+        checked = Checked(rounding.make_defect(NOT_TAKEN))
     state.report["exits_check"] = checked.to_json()
     # A rank that leaves a graph would wait for one that runs it to its end.
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
@@ -160,34 +174,12 @@ def _find_defect(runner: Any, state: ModelState) -> str | None:
     return f"the check found {checked.worst}"
 
 
-def _check_exits(runner: Any, state: ModelState) -> Checked:
-    """Run synthetic prompts and intermediate chunks, which leave at the open exits.
-
-    Raises:
-        Exception: one of them failed, and other ranks wait for this one.
-    """
-    unchecked = check.find_reason()
-    if unchecked is not None:
-        return Checked(unchecked=unchecked)
-    found = list[Difference]()
-    try:
-        _run_to_exits(runner, state, found)
-    except requests.NotComparableError as why:
-        return Checked(unchecked=str(why))
-    except Exception as failure:
-        if not compat.server.is_single_rank():
-            raise
-        log.log_failure("Gemma 4 fast prefill: exits could not be checked", failure)
-        found.append(rounding.make_defect(NOT_TAKEN))
-    return Checked(rounding.find_worst(found))
-
-
-def _run_to_exits(runner: Any, state: ModelState, found: list[Difference]) -> None:
-    """Run synthetic requests up to the exits; what differs from whole graphs is added to ``found``.
+def _run_to_exits(runner: Any, state: ModelState) -> list[Difference]:
+    """Run synthetic prompts and intermediate chunks up to the exits; compare with whole graphs.
 
     A prompt that finishes leaves at an exit only where the tail is captured.
     """
-    finished = list[bool]()
+    found, finished = list[Difference](), list[bool]()
 
     def compare(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
         found.extend(exit_check.compare_exit(forward, plan, output))
@@ -208,6 +200,7 @@ def _run_to_exits(runner: Any, state: ModelState, found: list[Difference]) -> No
             found.append(rounding.make_defect(NOT_TAKEN))
         if chunks.others_changed():
             found.append(rounding.make_defect(check.OTHERS_SLOTS))
+    return found
 
 
 def _close_hooks(runner: Any) -> None:

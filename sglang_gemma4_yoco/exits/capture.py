@@ -11,7 +11,7 @@ prompt with images as if it were text: those run eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -94,18 +94,17 @@ def find_closed_reason() -> str | None:
     return None
 
 
-def make_forward_of_ids(model: Any, config: Any) -> Callable[..., Any]:
-    """This ``Gemma4TextModel``'s forward, for ids; ``config`` is its multimodal model's."""
-    return captured_prefills.take_ids(model.forward, partial(text_inputs.embed_text, model, config))
-
-
 @contextmanager
 def repair_capture(model: Any, config: Any, why: str) -> Iterator[None]:
-    """SGLang can capture prefills of this ``Gemma4TextModel`` in the ``with`` block."""
+    """SGLang can capture prefills of this ``Gemma4TextModel`` in the ``with`` block.
+
+    ``config`` is that of the multimodal model around it.
+    """
     log.log_once(
         "Gemma 4 fast prefill: SGLang's capture of prefill CUDA graphs is repaired for this "
         f"model ({why}), because --cuda-graph-backend-prefill asks for them; {OFF} leaves it"
     )
-    of_ids = make_forward_of_ids(model, config)
+    embed = partial(text_inputs.embed_text, model, config)
+    of_ids = captured_prefills.take_ids(model.forward, embed)
     with captured_prefills.index_shared_layers(), replaced(model, forward=of_ids):
         yield

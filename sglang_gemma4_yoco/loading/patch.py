@@ -56,11 +56,8 @@ def _find_text_models(runner: Any) -> list[Any]:
     """The text models of a runner that have a KV-shared tail; a draft model's is left alone."""
     if getattr(runner, "is_draft_worker", False):
         return []
-    found = []
-    for model in runner.model.modules():
-        if isinstance(model, _TEXT_MODELS) and first_shared_layer(model.config) is not None:
-            found.append(model)
-    return found
+    models = [model for model in runner.model.modules() if isinstance(model, _TEXT_MODELS)]
+    return [model for model in models if first_shared_layer(model.config) is not None]
 
 
 def _start_models(runner: Any, _: Any) -> None:

@@ -10,8 +10,6 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 EXACT_LOGPROB = 1e-3  # sums in another order move a float32 log-probability by 1e-5 at most
-NOISE_FACTOR = 3.0
-MEAN_LOGPROB = 0.05  # where stock does not differ from itself: bfloat16 has 8 bits
 
 
 class Position(NamedTuple):
@@ -161,7 +159,8 @@ def find_problems(fast: Comparison, noise: Collection[Comparison], *, exact: boo
             continue
         own = [getattr(one, part) for one in noise]
         usual, most = max(map(statistics.fmean, own)), max(map(max, own))
-        limit = NOISE_FACTOR * usual + most / max(fast.answers // 2, 1) + MEAN_LOGPROB
+        # 0.05 where stock does not differ from itself: bfloat16 has 8 bits.
+        limit = 3 * usual + most / max(fast.answers // 2, 1) + 0.05
         found = statistics.fmean(getattr(fast, part))
         # Where stock's own are not finite, there is no limit.
         if found > limit or math.isinf(found):

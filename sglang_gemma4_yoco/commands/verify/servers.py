@@ -193,13 +193,12 @@ def make_pair(
     ``together`` they share the memory of one GPU.
     """
     # An idle scheduler spins, and would take a core from the server that is measured.
-    off, on = ["--device", "cpu", "--sleep-on-idle"], ["--device", "cpu", "--sleep-on-idle"]
+    off = on = ["--device", "cpu", "--sleep-on-idle"]
     if device != "cpu":
-        off, on = ["--device", "cuda"], ["--device", "cuda"]
+        off = on = ["--device", "cuda"]
         if together:
             # Each takes its share of what is free when it starts: half, then nearly all the rest.
-            off += ["--mem-fraction-static", "0.45"]
-            on += ["--mem-fraction-static", "0.85"]
+            off, on = [*on, "--mem-fraction-static=0.45"], [*on, "--mem-fraction-static=0.85"]
     port, other = find_free_ports(2)
     stock = Server(False, [*off, *arguments], port, folder / "server-off.log")
     return stock, Server(True, [*on, *arguments], other, folder / "server-on.log")

@@ -58,7 +58,6 @@ ALONE, AT_ONCE, TIMED = "one at a time", "several at once", "timed"
 AGAIN, CACHED = "again", "from the prefix cache"
 ALONE_AGAIN, TIMED_AGAIN = f"{ALONE}, {AGAIN}", f"{TIMED}, {AGAIN}"
 _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
-_WRONG = "FAST PREFILL DID NOT DO WHAT THE SWITCH SAYS: NOTHING WAS MEASURED"
 _GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 Answers = list[tuple[Prompt, Answer]]
@@ -149,12 +148,11 @@ class Found:
     forwards: dict[str, Counter[str]] = field(default_factory=dict)
 
 
-def send_prompt(server: Server, prompt: Prompt, bar: Any) -> tuple[Prompt, Answer]:
-    """A prompt and its answer; ``bar`` is a tqdm. Timed prompts must be uncached."""
+def send_prompt(server: Server, prompt: Prompt) -> tuple[Prompt, Answer]:
+    """A prompt and its answer. Timed prompts must be uncached."""
     began = time.perf_counter()
     reply = server.generate(**prompt.request())
     answer = Answer.of(reply, time.perf_counter() - began)
-    bar.update()
     if prompt.kind == kinds.TIMED and answer.cached_tokens:
         cached = f"{server.name} took {answer.cached_tokens} tokens of a timed prompt from a cache"
         raise CommandError(f"{cached}: turn it off with SGLang's --disable-radix-cache.")
@@ -171,10 +169,11 @@ def end_round(server: Server, found: Found, name: str) -> None:
     earlier = sum(found.forwards.values(), Counter[str]())
     found.forwards[name] = servers.check_switch(server, during, since=earlier)
     server.forget_prefixes()
+    say(f"{server.name}, {name}: {len(found.answers[name])} requests")
 
 
 def send_in_turns(
-    both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found], name: str, bar: Any
+    both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found], name: str
 ) -> None:
     """Send prompts one at a time to each running server in turn, and then to stock once more.
 
@@ -184,16 +183,15 @@ def send_in_turns(
     for number, prompt in enumerate(prompts):
         turns.reverse()  # or the same server would always have the warmer caches
         for server in turns:
-            answers, sent = found[server.fast].answers, send_prompt(server, prompt, bar)
+            answers, sent = found[server.fast].answers, send_prompt(server, prompt)
             if prompt.kind != kinds.WARM_UP:
                 answers[name].append(sent)
             if name == ALONE and not server.fast:
                 # Stock computes the last row by itself then, as the fast path's tail does.
-                answers[CACHED].append(send_prompt(server, prompt, bar))
+                answers[CACHED].append(send_prompt(server, prompt))
         if name == ALONE and len(found) == 2:
             _, stock = found[False].answers[ALONE][number]
             _, fast = found[True].answers[ALONE][number]
-            bar.clear()
             say(f"{prompt.kind}:\n  stock: {stock.text!r}\n  fast:  {fast.text!r}")
     for server in both:
         one = found[server.fast]
@@ -201,15 +199,15 @@ def send_in_turns(
         if not server.fast:  # each is a batch of its own, as before
             again = f"{name}, {AGAIN}"
             for prompt, _ in one.answers[name]:
-                one.answers[again].append(send_prompt(server, prompt, bar))
+                one.answers[again].append(send_prompt(server, prompt))
             end_round(server, one, again)
 
 
-def send_at_once(server: Server, prompts: Sequence[Prompt], found: Found, bar: Any) -> None:
+def send_at_once(server: Server, prompts: Sequence[Prompt], found: Found) -> None:
     """Send all prompts to a running server, several at a time."""
     pool = ThreadPoolExecutor(8)
     try:
-        found.answers[AT_ONCE] += pool.map(partial(send_prompt, server, bar=bar), prompts)
+        found.answers[AT_ONCE] += pool.map(partial(send_prompt, server), prompts)
     finally:  # without waiting: after an interrupt their server is stopped next
         pool.shutdown(wait=False, cancel_futures=True)
     end_round(server, found, AT_ONCE)
@@ -222,17 +220,14 @@ def examine_servers(
 
     ``found`` has what each has answered, also those that ran before; True is the fast one.
     """
-    from tqdm import tqdm  # comes with SGLang
-
     others = [prompt for prompt in prompts if prompt.kind in kinds.KINDS]
     timed = [prompt for prompt in prompts if prompt.kind not in kinds.KINDS]
-    with tqdm(unit="request") as bar:
-        for server in both:
-            server.forget_prefixes()  # those of requests that SGLang sends when it starts
-        send_in_turns(both, others, found, ALONE, bar)
-        for server in both:
-            send_at_once(server, others, found[server.fast], bar)
-        send_in_turns(both, timed, found, TIMED, bar)
+    for server in both:
+        server.forget_prefixes()  # those of requests that SGLang sends when it starts
+    send_in_turns(both, others, found, ALONE)
+    for server in both:
+        send_at_once(server, others, found[server.fast])
+    send_in_turns(both, timed, found, TIMED)
 
 
 def compare_by_kind(pairs: Pairs) -> Compared:
@@ -368,7 +363,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         stock, fast = serve_both(args, document)
     except WrongPathError as wrong:
-        say(f"\n== {_WRONG}\n{wrong}")
+        say("\n== FAST PREFILL DID NOT DO WHAT THE SWITCH SAYS: NOTHING WAS MEASURED")
+        say(str(wrong))
         document["problems"] = str(wrong).splitlines()[:1]
     else:
         conclude(document, stock, fast)
