@@ -54,9 +54,9 @@ def _tabulate_agreement(document: Mapping[str, Any]) -> Table:
             found = ways[way]
             if found["answers"]:
                 equal = f"{found['equal_answers']}/{found['answers']}"
-                mean, largest = found["mean_logprob_diff"], found["max_logprob_diff"]
-                rows.append([shown, name, equal, _format_difference(mean)])
-                rows[-1].append(_format_difference(largest))
+                mean = _format_difference(found["mean_logprob_diff"])
+                largest = _format_difference(found["max_logprob_diff"])
+                rows.append([shown, name, equal, mean, largest])
                 shown = ""
     return Table(title, rows, 2)
 

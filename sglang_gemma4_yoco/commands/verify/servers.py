@@ -104,7 +104,7 @@ class Server:
                 tries = "Out of memory: try --servers in-turn. A gated model: try `hf auth login`."
                 raise CommandError(f"{ended}. {tries}", self.log_file)
             if time.monotonic() > deadline:
-                late = f"{self.name} was not ready after {timeout:.0f} s: raise --start-timeout."
+                late = f"{self.name} was not ready after {timeout:.0f} s."
                 raise CommandError(late, self.log_file)
             time.sleep(0.5)
         self._at_start = self.forwards()  # SGLang sends a request of its own when it starts

@@ -86,7 +86,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if any")
     ways = "default: together on a CPU, in turn on a GPU"
     add("--servers", choices=("auto", "together", "in-turn"), default="auto", help=ways)
-    add("--start-timeout", default=1800, **number, help="seconds for a start (default: 1800)")
     add("--output", type=Path, metavar="DIR", help="of logs and reports (default: a new one here)")
     add("server_args", nargs="*", metavar="FLAG", help="SGLang's, for both servers, after --")
 
@@ -321,7 +320,7 @@ def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Foun
     if together:
         groups = [[stock, fast]]
     for group in groups:
-        with servers.run_servers(group, args.start_timeout, one_by_one=args.device != "cpu"):
+        with servers.run_servers(group, 1800, one_by_one=args.device != "cpu"):
             prompts = prompts or fit_prompts(document, args, tokenizer, group[0])
             examine_servers(group, prompts, found)
     return found[False], found[True]
@@ -358,8 +357,7 @@ def run(args: argparse.Namespace) -> int:
     as_json, as_page = args.output / "verify.json", args.output / "verify.html"
     for earlier in (as_json, as_page):
         earlier.unlink(missing_ok=True)
-    where = f"{args.device}; {args.model_path}; logs in {args.output}"
-    say(f"\n== Servers\nSGLang {document['sglang']} on {where}")
+    say(f"Logs and reports: {args.output}")
     try:
         stock, fast = serve_both(args, document)
     except WrongPathError as wrong:
