@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from environment import REPO, SetupError
-from sglang_gemma4_yoco.commands.console import say, tail
+from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.redact import learn_secrets, redact, redact_flags
 
 REFERENCE = REPO / "test" / "reference"
@@ -65,10 +65,7 @@ def heading(text: str) -> None:
 
 
 def failed(failure: Exception) -> int:
-    """Print why a command cannot go on, after the end of its log; return its exit status, 2."""
-    log = getattr(failure, "log", None)
-    if log is not None:
-        say(tail(log), sys.stderr)
+    """Print why a command cannot go on; return its exit status, 2."""
     say(f"error: {failure}", sys.stderr)
     return 2
 

@@ -27,11 +27,7 @@ _VERDICTS = (
 
 
 class CommandError(Exception):
-    """A command cannot go on, for this reason; the end of ``log`` is worth seeing."""
-
-    def __init__(self, message: str, log: Path | None = None) -> None:
-        super().__init__(message)
-        self.log = log
+    """A command cannot go on, for this reason."""
 
 
 def say(content: Any = "", file: TextIO | None = None, indent: int | None = None) -> None:
@@ -46,12 +42,10 @@ def say(content: Any = "", file: TextIO | None = None, indent: int | None = None
     print(shown, file=file, flush=True)
 
 
-def tail(log: Path, lines: int = 25) -> str:
+def quote_end(log: Path) -> str:
     """The end of a log file, for an error message."""
-    shown = [f"The end of {log}:"]
-    if log.exists():
-        shown += (f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-lines:])
-    return "\n".join(shown)
+    last = log.read_text(errors="replace").splitlines()[-25:]
+    return "\n  | ".join([f"\nThe end of {log}:", *last])
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from sglang_gemma4_yoco import __version__
 from sglang_gemma4_yoco.commands import doctor, status
-from sglang_gemma4_yoco.commands.console import CommandError, say, tail
+from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.redact import learn_secrets, redact
 from sglang_gemma4_yoco.commands.verify import verify
 
@@ -49,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except (CommandError, OSError) as failure:  # OSError: of a file or a folder
-        if log := getattr(failure, "log", None):
-            say(tail(log), sys.stderr)
         say(f"error: {failure}", sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -72,7 +72,8 @@ def describe_state() -> dict[str, Any]:
         "rows": counters.rows,
         "audits": asdict(counters.audits),
     }
-    return {name: replace_infinite(value) for name, value in entry.items()}
+    finite: dict[str, Any] = replace_infinite(entry)
+    return finite
 
 
 def make_label(outcome: str) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands import https, status
-from sglang_gemma4_yoco.commands.console import CommandError, say
+from sglang_gemma4_yoco.commands.console import CommandError, quote_end, say
 from sglang_gemma4_yoco.commands.redact import redact
 from sglang_gemma4_yoco.settings import SWITCH
 
@@ -102,10 +102,10 @@ class Server:
             if self.process.poll() is not None:
                 ended = f"{self.name} ended with status {self.process.returncode}, see its log"
                 tries = "Out of memory: try --servers in-turn. A gated model: try `hf auth login`."
-                raise CommandError(f"{ended}. {tries}", self.log_file)
+                raise CommandError(f"{ended}. {tries}{quote_end(self.log_file)}")
             if time.monotonic() > deadline:
                 late = f"{self.name} was not ready after {timeout:.0f} s."
-                raise CommandError(late, self.log_file)
+                raise CommandError(late + quote_end(self.log_file))
             time.sleep(0.5)
         self._at_start = self.forwards()  # SGLang sends a request of its own when it starts
 
@@ -114,7 +114,8 @@ class Server:
         try:
             reply = self._http.request(method, self.url + path, json=body, timeout=self.TIMEOUT)
         except OSError as failure:
-            raise CommandError(f"{self.name} broke off: {failure!r}", self.log_file) from failure
+            broken = f"{self.name} broke off: {failure!r}{quote_end(self.log_file)}"
+            raise CommandError(broken) from failure
         if not reply.ok:
             words = " ".join(reply.text.split())
             raise CommandError(f"{self.name} refused {path} ({reply.status_code}): {words}")

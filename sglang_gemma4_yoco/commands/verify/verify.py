@@ -114,8 +114,6 @@ def fit_prompts(
 ) -> list[Prompt]:
     """The prompts for servers like this one, which is ready; kinds that are left out are noted."""
     settings, left_out = server.states()[0], {}
-    if settings.get("disable_radix_cache"):
-        left_out[kinds.PREFIX] = "no hit of the prefix cache: it is turned off"
     chunk = settings.get("chunked_prefill_size") or -1
     length = chunk + max(chunk // 4, 16)
     longest = 65536
@@ -264,7 +262,7 @@ def summarise_times(off: Answers, again: Answers, on: Answers) -> list[dict[str,
 def note_missing_hit(left_out: dict[str, str], answers: Answers) -> None:
     """Note where no prompt with a shared prefix has hit the prefix cache."""
     if not any(answer.cached_tokens for prompt, answer in answers if prompt.kind == kinds.PREFIX):
-        left_out.setdefault(kinds.PREFIX, "no hit of the prefix cache, though it is on")
+        left_out[kinds.PREFIX] = "no hit of the prefix cache"
 
 
 def conclude(document: dict[str, Any], stock: Found, fast: Found) -> None:

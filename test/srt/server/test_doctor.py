@@ -109,7 +109,8 @@ def test_prefill_graphs_of_multimodal_models(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], refused: bool
 ) -> None:
     """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
-    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: True)
+    index = captured_prefills._INDEX
+    monkeypatch.delattr(captured_prefills.cuda_graph_setup, index, raising=False)
     report = Report()
     config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))
     with releases.published(cuda_graph_config=config):
@@ -199,7 +200,8 @@ def test_prefill_graphs_that_are_repaired(
     is_repaired: bool,
 ) -> None:
     """As at start: named by the operator, by a plugin that is there, and not switched off."""
-    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: False)
+    index = captured_prefills._INDEX
+    monkeypatch.setattr(captured_prefills.cuda_graph_setup, index, None, raising=False)
     monkeypatch.setattr(patch, "installed", installed)
     with prefill_graphs(Backend.BREAKABLE, named):
         found, refusals = lines_and_refusals(switch)

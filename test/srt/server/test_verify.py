@@ -580,4 +580,4 @@ def test_a_server_that_ends_shows_its_log(
     shown = capsys.readouterr().err.splitlines()
     assert "  | line 99" in shown
     assert "  | line 0" not in shown
-    assert shown[-1].startswith("error: SGLANG_GEMMA4_YOCO=1 (fast prefill) ended with status 3")
+    assert shown[0].startswith("error: SGLANG_GEMMA4_YOCO=1 (fast prefill) ended with status 3")

@@ -26,7 +26,7 @@ import result_files
 from harness.found import outcome
 from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
 from sglang_gemma4_yoco.commands import redact
-from sglang_gemma4_yoco.commands.console import CommandError
+from sglang_gemma4_yoco.commands.console import CommandError, quote_end
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.commands.verify import servers, verify
 
@@ -83,7 +83,7 @@ def ends(flags: list[str], _: Any, folder: Path) -> None:
     server = servers.Server(True, flags, 1, log)
     server.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        raise CommandError(quoted(flags), log)
+        raise CommandError(quoted(flags) + quote_end(log))
     finally:
         server.stop()
 
