@@ -25,8 +25,6 @@ from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
 
-_BUCKETS = (1, 2, 4, 8, 16, 32)
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -134,7 +132,6 @@ class TailGraphs:
 
     def __init__(self, runner: Any, state: ModelState) -> None:
         """Allocate the inputs."""
-        assert state.attention is not None
         self.state = state
         self._attention = state.attention
         self._backend = state.attention.tail
@@ -144,7 +141,7 @@ class TailGraphs:
         most = runner.req_to_token_pool.size
         if settings.current.graph_rows is not None:
             most = min(most, settings.current.graph_rows)
-        self._buckets = tuple(rows for rows in _BUCKETS if rows <= most)
+        self._buckets = tuple(rows for rows in (1, 2, 4, 8, 16, 32) if rows <= most)
         self._inputs = Inputs.of(runner, state, self._decode_steps.buffers, self._buckets[-1])
         self.inputs = [self._inputs.first(rows) for rows in range(self._buckets[-1] + 1)]
         # By bucket the decode step that is captured; a replay reads the tensors that it holds.

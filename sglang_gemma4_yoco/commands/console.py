@@ -80,8 +80,8 @@ class Report:
         status, reasons = self.exit_status, [*self.refusals, *self.unknowns]
         if as_json:
             judged = {"active": _ACTIVE[status], "reason": next(iter(reasons), None)}
-            why = {"refusals": self.refusals, "unknowns": self.unknowns}
-            say({**judged, **self.entries, **why})
+            judged |= self.entries
+            say(judged | {"refusals": self.refusals, "unknowns": self.unknowns})
             return
         lines = [*self.lines, f"\n{_VERDICTS[status]}", *(f"  {reason}" for reason in reasons)]
         say("\n".join(lines))

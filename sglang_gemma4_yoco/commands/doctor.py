@@ -40,11 +40,9 @@ def run(args: argparse.Namespace) -> int:
             from sglang.srt.plugins import load_plugins
 
             load_plugins()  # first, as in a server
-            if (
-                plugin.why_not_installed is not None
-                and plugin.why_not_installed not in report.refusals
-            ):
-                report.refusals.append(plugin.why_not_installed)
+            why = plugin.why_not_installed
+            if why is not None and why not in report.refusals:
+                report.refusals.append(why)
             from sglang_gemma4_yoco.commands import preflight
 
             preflight.examine(report, args.model_path, args.flags)
@@ -88,8 +86,8 @@ def _discovery(report: Report) -> None:
     report.begin("Plugins")
     found = sorted(entry.name for entry in entry_points(group=plugin.GROUP))
     allowed = os.environ.get(RESTRICTION) or None
-    plugins = {"found": found, "restricted_to": allowed}
-    report.add("found by SGLang", ", ".join(found) or "none", plugins=plugins)
+    report.entries["plugins"] = {"found": found, "restricted_to": allowed}
+    report.add("found by SGLang", ", ".join(found) or "none")
     if plugin.NAME not in found:
         missing = "the plugin is not registered in this environment"
         report.refusals.append(f"{missing}: pip install --no-deps . in a checkout of it")

@@ -142,11 +142,6 @@ def _prefill_graphs(report: Report, config: Mapping[str, Any], argument: Any) ->
 
 def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
     """Judge what the flags alone decide, by a server's own code; the rest is settled at start."""
-    if compat.server.has_fast_prefill():
-        serves = "this package's serves: SGLang's own is off"
-        if argument(compat.server.FAST_PREFILL):
-            serves = "SGLang's own serves"
-        report.add("fast prefill", serves)
     if argument("model_impl") == "transformers":
         report.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):

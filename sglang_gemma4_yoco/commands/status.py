@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     sglang, states = schedulers(args)
     active, reason = verdict(states)
     if args.json:
-        document = {"active": active, "reason": reason, "sglang": sglang, "url": args.url}
-        say({**document, "schedulers": states})
+        found = {"active": active, "reason": reason, "sglang": sglang}
+        say(found | {"url": args.url, "schedulers": states})
     else:
         say(states, indent=1)  # null for a scheduler without an entry
         said = "The fast path is active."

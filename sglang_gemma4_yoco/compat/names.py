@@ -12,11 +12,12 @@ from importlib.metadata import version
 from packaging.version import Version
 from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
-from sglang.srt.observability import metrics_collector
+from sglang.srt.observability.metrics_collector import (
+    SchedulerMetricsCollector as SchedulerMetricsCollector,
+)
 
 from sglang_gemma4_yoco.compat import attention, batch, decode_graphs, layers, release, server
 
-SchedulerMetricsCollector = metrics_collector.SchedulerMetricsCollector
 #: Two helpers that the package adds to ``Gemma4TextModel``, where SGLang has none of its own.
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 

@@ -61,12 +61,6 @@ _LAST_ROW_CAPTURES = (
     compat.batch.CaptureHiddenMode.LAST,
 )
 
-# An eager tail pays if at least so many rows are skipped, and at least one of ``_ONE_OF``.
-_FEWEST_ON_CPU, _FEWEST_EAGER_ON_GPU, _ONE_OF = 3, 1024, 16
-# Rows to skip on a GPU by an exit, which saves device time alone. By a model: up to 90 rows a layer
-# takes as long as reading its weights, and planning the tail takes as long as 45 rows of E2B.
-_FEWEST_AT_EXIT_ON_GPU = 128
-
 
 class Eligible(NamedTuple):
     """A batch that may be cut.
@@ -252,7 +246,9 @@ def _check_exit(state: ModelState, forward_batch: Any, eligible: Eligible) -> st
         return TAIL_NOT_CAPTURED
     skipped = eligible.kept.total - eligible.kept.count
     is_ruled = state.on_gpu and settings.current.min_skipped_rows is None
-    if is_ruled and skipped < _FEWEST_AT_EXIT_ON_GPU:
+    # An exit saves device time alone. By a model: up to 90 rows a layer takes as long as reading
+    # its weights, and planning the tail takes as long as 45 rows of E2B.
+    if is_ruled and skipped < 128:
         return TOO_LITTLE
     return None
 
@@ -295,7 +291,7 @@ def is_worth_cutting(
         return skipped >= minimum
     if not eager:
         return skipped >= 1
-    fewest = _FEWEST_ON_CPU
+    fewest = 3
     if on_gpu:
-        fewest = _FEWEST_EAGER_ON_GPU
-    return skipped >= fewest and skipped * _ONE_OF >= total
+        fewest = 1024
+    return skipped >= fewest and skipped * 16 >= total

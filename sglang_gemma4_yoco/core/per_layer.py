@@ -93,7 +93,7 @@ class PerLayerInputs:
     buffers: Buffers | None
     split: bool
     _projected: torch.Tensor | None = None
-    _embeds: torch.Tensor | None = None
+    _embeds: Any = None
     _embedded: torch.Tensor | None = None
     _requested: bool = False
 
@@ -134,7 +134,6 @@ class PerLayerInputs:
     def get_kept(self) -> torch.Tensor | None:
         """The tail's per-layer inputs, [B, L - cut, width]; None without any."""
         if self.split:
-            assert self._embeds is not None
             stop = self.model.config.num_hidden_layers
             return project_layers(self.model, self._embeds, self._embedded, self.cut, stop)
         if self._projected is None:

@@ -75,7 +75,6 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
 def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.Eligible) -> Plan:
     """The plan of an eligible batch, its attention planned."""
     attention = state.attention
-    assert attention is not None, "without a backend of the tail's own no batch is eligible"
     tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
     at_exit = state.replayed_exits is not None
     if eligible.is_intermediate_chunk:
@@ -95,7 +94,6 @@ def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.E
 
 def make_eager_tail(state: ModelState, forward_batch: Any, tail: TailBatch) -> EagerTail:
     """What launches the tail of this batch layer by layer, its attention planned."""
-    assert state.attention is not None
     metadata = state.attention.plan(forward_batch, tail.fields)
     return EagerTail(state, forward_batch, tail, metadata)
 

@@ -14,7 +14,6 @@ import torch
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import TextModel
 from sglang_gemma4_yoco.core.per_layer import can_be_split
-from sglang_gemma4_yoco.core.tail import TailBackend
 
 #: Where a model has its ``ModelState``.
 STATE_ENTRY = "_yoco_state"
@@ -33,7 +32,7 @@ class ModelState:
         model: SGLang's text model.
         kind: the file of ``models/`` that knows it.
         unsupported: why none of its batches is cut, or None. Checks replace it for a moment.
-        attention: the tail's own attention backend; None if ``unsupported``.
+        attention: the tail's own, a ``core.tail.TailBackend``; None if ``unsupported``.
         captured: the captured tail (``captured.graphs.TailGraphs``), if there is one.
         is_capturing: whether the current forward is being captured in a CUDA graph.
         replayed_exits: while SGLang replays a captured prefill, its ``PrefillGraphExits``.
@@ -48,7 +47,7 @@ class ModelState:
     model: Any
     kind: TextModel
     unsupported: str | None
-    attention: TailBackend | None = None
+    attention: Any = None
     captured: Any = None
     replayed_exits: Any = None
     is_capturing: Callable[[], bool] = compat.attention.is_capturing
@@ -84,7 +83,6 @@ class ModelState:
 
     def describe(self) -> str:
         """Where it is cut, and on which attention, for the log and /server_info."""
-        assert self.attention is not None
         main, tail = type(self.attention.main).__name__, type(self.attention.tail).__name__
         described = (
             f"cut inside layer {self.cut_layer}, after its K and V "

@@ -19,10 +19,6 @@ import torch
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import kept_rows
 
-# Of the blocks that are pinned at start: numbers in them, as powers of two. 2 ** 4 are enough for
-# one request, and 2 ** 18 for all rows of the longest prompt, 131,072.
-_PINNED = range(4, 19)
-
 
 def pin_memory(device: str) -> None:
     """Have PyTorch pin the blocks that ``TailBatch.of`` copies from, until the next capture.
@@ -32,7 +28,9 @@ def pin_memory(device: str) -> None:
     batches can be in flight, and SGLang takes blocks as well.
     """
     if torch.device(device).type == "cuda":
-        _blocks = [torch.empty(2**n, dtype=torch.int64, pin_memory=True) for n in [*_PINNED] * 4]
+        # 2 ** 4 numbers are enough for one request, and 2 ** 18 for all rows of 131,072 tokens.
+        sizes = [*range(4, 19)] * 4
+        _blocks = [torch.empty(2**n, dtype=torch.int64, pin_memory=True) for n in sizes]
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,9 @@ def _yoco_truncate_to_last_tokens(
         others = (positions, per_layer_inputs, forward_batch)
         forward_batch, (hidden_states, positions, per_layer_inputs) = hidden_states, others
     main = compat.attention.get_current_backend()
-    kept, known = eligibility.find_kept_rows(forward_batch), compat.release
-    tail = TailBatch.of(forward_batch, kept, decodes=not known.is_newer_than_tested())
+    kept = eligibility.find_kept_rows(forward_batch)
+    decodes = not compat.release.is_newer_than_tested()
+    tail = TailBatch.of(forward_batch, kept, decodes=decodes)
     row_inputs = per_layer_inputs
     if row_inputs is not None:
         row_inputs = row_inputs.index_select(0, tail.index)

@@ -192,7 +192,6 @@ def restore_generators(device: str) -> Iterator[None]:
 
 def set_up(runner: Any, state: ModelState) -> None:
     """Capture the tail; and, the first time, compare the model with stock."""
-    assert state.attention is not None
     # At a recapture the server serves already. SGLang's scheduler, which captures between two
     # batches, may have launched the last one on another stream: nothing is freed, zeroed or
     # used below before it has run.
@@ -226,7 +225,6 @@ def _decide_decoding(runner: Any, state: ModelState) -> None:
     """
     if not compat.release.is_newer_than_tested():
         return
-    assert state.attention is not None
     checked = Checked(unchecked=check.find_reason())
     if checked.unchecked is None:
         state.attention.decodes = True

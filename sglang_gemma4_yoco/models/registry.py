@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import TextModel
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 
-TEXT_MODELS: dict[type, ModuleType] = {
+TEXT_MODELS: dict[type, TextModel] = {
     compat.layers.gemma4_causal.Gemma4TextModel: gemma4,
     compat.layers.gemma3n_causal.Gemma3nTextModel: gemma3n,
 }
@@ -19,5 +18,5 @@ def find_kind(model: Any) -> TextModel:
     """The file that knows a model of one of these classes, or of a class derived from one."""
     for known, kind in TEXT_MODELS.items():
         if isinstance(model, known):
-            return cast(TextModel, kind)
+            return kind
     raise TypeError(f"{type(model).__name__} is not a text model that is known")

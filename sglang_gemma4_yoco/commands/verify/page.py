@@ -67,22 +67,8 @@ def _format_difference(value: float | None) -> str:
     return f"{value:.2g}"
 
 
-def _tabulate_prefills(document: Mapping[str, Any]) -> Table:
-    rows = [["prompts", "outcome", "prefills"]]
-    for name, forwards in document["rounds"].items():
-        shown = name
-        for outcome, count in forwards.items():
-            rows.append([shown, outcome, str(count)])
-            shown = ""
-    return Table("Prefills of the fast server", rows, 2)
-
-
 def _make_tables(document: Mapping[str, Any]) -> list[Table]:
-    return [
-        _tabulate_times(document),
-        _tabulate_agreement(document),
-        _tabulate_prefills(document),
-    ]
+    return [_tabulate_times(document), _tabulate_agreement(document)]
 
 
 def _make_lists(document: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -72,9 +72,10 @@ def make_prompts(
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
 
     encode = tokenizer.encode
-    questions = [list(encode(text)) for text in texts]
     if tokenizer.chat_template:
         questions = [list(templated(text, return_dict=False)) for text in texts]
+    else:
+        questions = [list(encode(text)) for text in texts]
     made = [Prompt(QUESTIONS, {"input_ids": ids}) for ids in questions]
     for number, ids in enumerate(questions[:4]):
         # Every second one returns them from its middle on, the others from their first token on.

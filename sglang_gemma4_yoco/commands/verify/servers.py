@@ -162,18 +162,17 @@ def check_switch(
 
     Raises:
         WrongPathError: no prefill was cut and the switch is on; or it is off, and a prefill was
-            cut or a scheduler is active. The message names ``during``.
+            cut. The message names ``during``.
     """
     forwards = server.forwards() - Counter(since)
     cut = not counters.CUT.isdisjoint(forwards)
-    none = {"active": False, "reason": status.NO_ENTRY}
-    entries = [state.get(status.ENTRY, none) for state in server.states()]
-    is_active = any(entry["active"] for entry in entries)
     if server.fast and not cut:
+        none = {"reason": status.NO_ENTRY}
+        entries = [state.get(status.ENTRY, none) for state in server.states()]
         reasons = dict.fromkeys(entry["reason"] for entry in entries if entry["reason"])
         why = "; ".join(reasons or forwards) or "it gives no reason"
         wrong = f"{server.name}: the fast path was NOT active ({why})"
-    elif not server.fast and (cut or is_active):
+    elif cut and not server.fast:
         wrong = f"{server.name}: the fast path was active"
     else:
         return forwards

@@ -58,7 +58,6 @@ ALONE, AT_ONCE, TIMED = "one at a time", "several at once", "timed"
 AGAIN, CACHED = "again", "from the prefix cache"
 ALONE_AGAIN, TIMED_AGAIN = f"{ALONE}, {AGAIN}", f"{TIMED}, {AGAIN}"
 _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
-_GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 Answers = list[tuple[Prompt, Answer]]
 Pairs = Sequence[tuple[Answers, Answers]]
@@ -95,7 +94,8 @@ def find_device(wanted: str) -> str:
     if wanted == "cpu":
         return "cpu"
     # In a process of its own: this one must not hold memory of the GPU while servers run.
-    done = subprocess.run([sys.executable, "-c", _GPU], stdout=subprocess.PIPE, text=True)
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     name = done.stdout.strip()
     if wanted == "cuda" and not name:
         raise CommandError("PyTorch sees no GPU: check it with nvidia-smi, or use --device cpu")
@@ -120,8 +120,8 @@ def fit_prompts(
     if args.device == "cpu":  # where more would take minutes
         longest = 2560
     if not 0 < length <= longest:
-        hint = "try -- --chunked-prefill-size 1024"
-        left_out[kinds.CHUNKS], length = f"a chunk has {chunk} tokens: {hint}", 0
+        left_out[kinds.CHUNKS] = f"a chunk has {chunk}: try -- --chunked-prefill-size 1024"
+        length = 0
     seen = server.get("/model_info").get("has_image_understanding") and tokenizer.chat_template
     if not seen:
         left_out[kinds.PICTURES] = "the model is served without pictures, or has no chat template"

@@ -69,8 +69,9 @@ def state_of(engine: Engine) -> ModelState:
 def attention_of(engine: Engine) -> TailBackend:
     """What its tail attends with."""
     state = state_of(engine)
-    assert state.attention is not None, state.unsupported
-    return state.attention
+    attention: TailBackend | None = state.attention
+    assert attention is not None, state.unsupported
+    return attention
 
 
 def assert_fast(

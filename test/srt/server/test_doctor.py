@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
 from harness import typed_secrets
 from harness.doctor import Answer, doctor, environment
@@ -110,7 +111,7 @@ def test_prefill_graphs_of_multimodal_models(
 ) -> None:
     """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
     index = captured_prefills._INDEX
-    monkeypatch.delattr(captured_prefills.cuda_graph_setup, index, raising=False)
+    monkeypatch.delattr(cuda_graph_setup, index, raising=False)
     report = Report()
     config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))
     with releases.published(cuda_graph_config=config):
@@ -201,7 +202,7 @@ def test_prefill_graphs_that_are_repaired(
 ) -> None:
     """As at start: named by the operator, by a plugin that is there, and not switched off."""
     index = captured_prefills._INDEX
-    monkeypatch.setattr(captured_prefills.cuda_graph_setup, index, None, raising=False)
+    monkeypatch.setattr(cuda_graph_setup, index, None, raising=False)
     monkeypatch.setattr(patch, "installed", installed)
     with prefill_graphs(Backend.BREAKABLE, named):
         found, refusals = lines_and_refusals(switch)
