@@ -30,7 +30,7 @@ class CommandError(Exception):
     """A command cannot go on, for this reason."""
 
 
-def say(content: Any = "", file: TextIO | None = None, indent: int | None = None) -> None:
+def say(content: Any, file: TextIO | None = None, indent: int | None = None) -> None:
     """Print a line or a JSON document at once, also into a pipe; on stdout, or into a file.
 
     Args:

@@ -93,6 +93,6 @@ def _discovery(report: Report) -> None:
         report.refusals.append(f"{missing}: pip install --no-deps . in a checkout of it")
     if allowed is not None:
         report.add(RESTRICTION, allowed)
-        if plugin.NAME in {*found} - {name.strip() for name in allowed.split(",")}:
+        if plugin.NAME not in {name.strip() for name in allowed.split(",")}:
             wrong = f"{RESTRICTION}={allowed} leaves {plugin.NAME} out"
             report.refusals.append(f"{wrong}: add it, or unset it")

@@ -83,7 +83,7 @@ def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.E
             outcome = counters.EXIT_SKIPPED
         return Plan(forward_batch, tail, attention, None, outcome)
     if eligible.bucket is None or state.captured is None:
-        runner: Any = make_eager_tail(state, forward_batch, tail)
+        runner = make_eager_tail(state, forward_batch, tail)
     else:
         runner = state.captured.plan(forward_batch, tail, eligible.bucket)
     outcome = runner.outcome

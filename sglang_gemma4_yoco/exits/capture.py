@@ -105,6 +105,6 @@ def repair_capture(model: Any, config: Any, why: str) -> Iterator[None]:
         f"model ({why}), because --cuda-graph-backend-prefill asks for them; {OFF} leaves it"
     )
     embed = partial(text_inputs.embed_text, model, config)
-    of_ids = captured_prefills.take_ids(model.forward, embed)
-    with captured_prefills.index_shared_layers(), replaced(model, forward=of_ids):
+    forward = captured_prefills.take_ids(model.forward, embed)
+    with captured_prefills.index_shared_layers(), replaced(model, forward=forward):
         yield
