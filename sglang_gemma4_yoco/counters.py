@@ -112,8 +112,8 @@ def count_unseen(rows_in_all: int) -> None:
     _count_forward(UNSEEN, rows_in_all)
     if is_unused():
         log.log_once(
-            f"Gemma 4 fast prefill is set up, but no prefill was cut: {_MANY_UNSEEN} that could be were "
-            "run by SGLang's CUDA graphs or another plugin",
+            f"Gemma 4 fast prefill is set up, but no prefill was cut: {_MANY_UNSEEN} that could be "
+            "were run by SGLang's CUDA graphs or another plugin",
             logging.WARNING,
         )
 
