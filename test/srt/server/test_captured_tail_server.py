@@ -62,7 +62,7 @@ def keys_and_types(state: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in state.items():
         found[name] = type(value)
-        if name == "check":
+        if name in ("check", "audits"):
             found[name] = {key: type(part) for key, part in value.items()}
     return found
 
