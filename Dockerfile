@@ -1,7 +1,7 @@
 # SGLang's official image with the plugin in it; serve as always:
 #   docker build -t sglang-gemma4 .
 #   docker run --gpus all -p 30000:30000 sglang-gemma4 \
-#       python3 -m sglang.launch_server --model-path google/gemma-4-E2B-it --host 0.0.0.0
+#       sglang serve --model-path google/gemma-4-E2B-it --host 0.0.0.0
 ARG SGLANG=v0.5.23
 FROM lmsysorg/sglang:${SGLANG}
 COPY pyproject.toml README.md LICENSE /opt/sglang-gemma4-yoco/

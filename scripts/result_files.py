@@ -65,9 +65,11 @@ def commit_of(paths: Sequence[str]) -> str:
 
 
 def package_of(folder: Path = REPO / "sglang_gemma4_yoco") -> str:
-    """What the package in ``folder`` is, in twelve digits, committed or not."""
+    """What the package in ``folder`` is, in twelve digits, committed or not; data files count."""
     found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() or "__pycache__" in path.parts:
+            continue
         content = path.read_bytes()
         found.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     return found.hexdigest()[:12]

@@ -38,8 +38,8 @@ from sglang_gemma4_yoco.commands.console import say
 VERSIONS = tuple(f"0.5.{patch}" for patch in range(17, 24))
 FILE = RESULTS / "version_matrix.json"
 FORWARD = (
-    *("any_backend", "bfloat16", "donor", "equivalence", "forward", "other_models", "published"),
-    *("refused", "untested_release"),
+    *("any_backend", "bfloat16", "donor", "equivalence", "forward", "gemma3n", "other_models"),
+    *("published", "refused", "untested_release"),
 )
 #: Below ``test/srt``.
 FILES = (

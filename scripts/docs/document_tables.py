@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Write tables and figures of the documents, from code and results.
 
-- README.md: every setting, from ``sglang_gemma4_yoco/settings.py``.
+- docs/settings.md: every setting, from ``sglang_gemma4_yoco/settings.py``.
 - README.md, benchmark/README.md and docs/operating.md: what was measured, from
   ``benchmark/results``. ``results.py`` writes the long tables.
 - README.md, benchmark/ and docs/prefill_graphs.md: what a model predicts for a GPU, from
-  ``benchmark/predicted_h100.json``.
-- docs/operating.md: what ``verify`` prints, from the document of a run, docs/verify_sample.json.
+  ``benchmark/predicted_h100.json`` and ``benchmark/predicted_ranges_h100.json``.
+- docs/operating.md: what ``verify`` and ``status`` print, from the documents of runs,
+  docs/verify_sample.json and docs/status_sample.json.
 - docs/upstream.md: the methods of SGLang that are wrapped or added, from ``loading/patch.py``.
 
 Needs an environment with SGLang. Checks the pages, or with ``--write`` writes them; the exit
@@ -28,11 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from environment import REPO, SGLANG_VERSION
 from generated import kept_up_to_date, markdown
 from result_files import RESULTS
+from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.verify import page
 
 PREDICTED_MS = json.loads((REPO / "benchmark" / "predicted_h100.json").read_text())
+#: The least and the most that the model gives, by the assumptions that are named in on_a_gpu.md.
+PREDICTED_RANGES = json.loads((REPO / "benchmark" / "predicted_ranges_h100.json").read_text())
 PREDICTED = ("128", "512", "2048", "8192")  # lengths
 LENGTHS = (128, 512, 2048)
+IN_SHORT = ("512", "2048", "8192")  # of README
 TRITON = " on SGLang's Triton backend, in Triton's interpreter"
 FEWEST, ONE_OF = 3, 16  # the rule for CPUs: so many rows, and one of so many
 
@@ -88,18 +93,44 @@ def methods_table() -> str:
 # ---------------------------------------------------------------- measured
 
 
+def measured_points(model: str) -> dict[int, dict[str, Any]]:
+    """What was measured of one prompt's prefill with a small model's proportions, by length."""
+    [document] = results(f"prefill_{model.lower()}-mini_cpu_sglang-{SGLANG_VERSION}.json")
+    found = {}
+    for point in document["points"]:
+        if point["load"]["batch_size"] == 1:
+            found[point["load"]["length"]] = point
+    return found
+
+
 def measured_table() -> str:
     """How many times as fast one prompt's prefill was, and the ceiling, by length and model."""
     rows = []
     for model in ("E2B", "E4B"):
-        [document] = results(f"prefill_{model.lower()}-mini_cpu_sglang-{SGLANG_VERSION}.json")
-        found = {}
-        for point in document["points"]:
-            if point["load"]["batch_size"] == 1:
-                words = f"{point['ratio']:.1f}x of {point['ceiling']:.1f}x"
-                found[point["load"]["length"]] = words
-        rows.append([model, *map(found.__getitem__, LENGTHS)])
+        found, row = measured_points(model), [model]
+        for length in LENGTHS:
+            row.append(f"{found[length]['ratio']:.1f}x of {found[length]['ceiling']:.1f}x")
+        rows.append(row)
     return markdown(("proportions of", *tokens(LENGTHS)), rows)
+
+
+def figures_in_short() -> str:
+    """What was measured and what is predicted, side by side, each called what it is."""
+    rows = []
+    for model in ("E2B", "E4B"):
+        found = measured_points(model)
+        row = [f"measured: two CPU cores, fp32, a small model of {model}'s proportions"]
+        for length in IN_SHORT:
+            cell = "not measured"
+            if int(length) in found:
+                cell = f"{found[int(length)]['ratio']:.1f}x"
+            row.append(cell)
+        rows.append(row)
+    for model, ranges in PREDICTED_RANGES.items():
+        row = [f"predicted, not measured: {model} on an H100, bf16"]
+        row += [f"{between(ranges[length], '{:.1f}')}x" for length in IN_SHORT]
+        rows.append(row)
+    return markdown(("", *tokens(IN_SHORT)), rows)
 
 
 def gpu_figures() -> str:
@@ -204,6 +235,14 @@ def sample_of_verify() -> str:
     return f"```text\n{page.format_report(document)}\n```"
 
 
+def sample_of_status() -> str:
+    """What ``status`` prints of an active server, from what it printed of one with ``--json``."""
+    document = json.loads((REPO / "docs" / "status_sample.json").read_text())
+    assert status.verdict(document["schedulers"]) == (True, None)
+    shown = json.dumps(document["schedulers"], indent=1)
+    return f"```text\n{shown}\nThe fast path is active.\n```"
+
+
 def cost_of_a_start() -> str:
     """How long the check at start takes."""
     [found] = results("checks_cpu.json")
@@ -249,13 +288,12 @@ def little_to_gain() -> str:
 # ---------------------------------------------------------------- predicted
 
 
-def predicted_table() -> str:
+def predicted_ranges_table() -> str:
     """How many times as fast one prompt's prefill is on an H100, by a model, and not measured."""
     rows = []
-    for model, ms in PREDICTED_MS.items():
-        name = f"{model} on an H100, bf16: a model's prediction, not a measurement"
-        rows.append((name, *(f"{ms[n]['off'] / ms[n]['on']:.1f}x" for n in PREDICTED)))
-    return markdown(("time of one prompt's prefill, stock / fast", *tokens(PREDICTED)), rows)
+    for model, ranges in PREDICTED_RANGES.items():
+        rows.append((model, *(between(ranges[length]) for length in IN_SHORT)))
+    return markdown(("stock / fast, H100, bf16", *tokens(IN_SHORT)), rows)
 
 
 def predicted_ms_table() -> str:
@@ -279,23 +317,23 @@ def predicted_graphs_table() -> str:
 
 
 PAGES = {
-    REPO / "README.md": {
-        "predicted": predicted_table,
-        "cpu figures": measured_table,
-        "gpu figures": gpu_figures,
-        "settings": settings_table,
-    },
+    REPO / "README.md": {"figures": figures_in_short},
+    REPO / "docs" / "settings.md": {"settings": settings_table},
     REPO / "benchmark" / "README.md": {
         "cpu figures": measured_table,
+        "gpu figures": gpu_figures,
         "under load": under_load,
         "checks in short": checks_in_short,
         "little to gain": little_to_gain,
-        "predicted": predicted_table,
     },
-    REPO / "benchmark" / "on_a_gpu.md": {"predicted ms": predicted_ms_table},
+    REPO / "benchmark" / "on_a_gpu.md": {
+        "predicted": predicted_ranges_table,
+        "predicted ms": predicted_ms_table,
+    },
     REPO / "docs" / "operating.md": {
         "cost of a start": cost_of_a_start,
         "cost of an audit": cost_of_an_audit,
+        "sample of status": sample_of_status,
         "sample of verify": sample_of_verify,
     },
     REPO / "docs" / "prefill_graphs.md": {"predicted": predicted_graphs_table},

@@ -25,6 +25,14 @@ from sglang.srt.model_executor.runner_utils import capture_mode as capture_mode
 from sglang_gemma4_yoco.compat import batch, server
 
 _WINDOW_PLANNER = "update_sliding_window_buffer"  # a function of Triton's backend
+TRITON = "TritonAttnBackend"
+#: SGLang's classes of attention backends that were read, and their modules.
+BACKENDS = {
+    TRITON: "triton_backend",
+    "TRTLLMHAAttnBackend": "trtllm_mha_backend",
+    "FlashAttentionBackend": "flashattention_backend",
+    "XPUAttentionBackend": "xpu_backend",
+}
 #: The tail's attention backend, by its name in SGLang's registry.
 TAIL_BACKEND = "triton"
 
@@ -91,7 +99,7 @@ def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
 
 @cache
 def find_triton_class(kind: type) -> type | None:
-    return next((base for base in kind.__mro__ if base.__name__ == "TritonAttnBackend"), None)
+    return next((base for base in kind.__mro__ if base.__name__ == TRITON), None)
 
 
 def _counts_the_window_short(backend: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.nn.modules import module as torch_module
 
-from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.models import registry
 
@@ -52,11 +52,11 @@ CLASSES = (
     "sglang.srt.models.gemma3_causal.Gemma3TextScaledWordEmbedding",
     "sglang.srt.layers.activation.GeluAndMul",
     "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
-    "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend",
     "sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend",
-    "sglang.srt.layers.attention.triton_backend.TritonAttnBackend",
-    "sglang.srt.layers.attention.trtllm_mha_backend.TRTLLMHAAttnBackend",
-    "sglang.srt.layers.attention.xpu_backend.XPUAttentionBackend",
+    *(
+        f"sglang.srt.layers.attention.{module}.{name}"
+        for name, module in compat.attention.BACKENDS.items()
+    ),
     "sglang.srt.layers.layernorm.RMSNorm",
     "sglang.srt.layers.layernorm.Gemma4RMSNorm",
     "sglang.srt.layers.layer_boundary.residual.batch.ReplayHandoff",

@@ -227,15 +227,10 @@ def _check_table(argument: Callable[[str], Any]) -> str | None:
 # Serve prefills: an extend step writes K and V of all rows to the pools, and in a window layer each
 # row sees as many keys as Gemma 4 says, its own among them. AITER's sees one fewer in some of its
 # kernels, Ascend's has pools of its own, Intel's AMX writes K and V in decode.
-MAIN_BACKENDS = {
-    "TritonAttnBackend",
-    "TRTLLMHAAttnBackend",
-    "FlashAttentionBackend",
-    "XPUAttentionBackend",
-}
+MAIN_BACKENDS = set(compat.attention.BACKENDS)
 # Run the tail: its decode step over a donor's K and V sees what the prefill's row sees. It can be
 # captured: its decode steps read only buffers that planning fills.
-TAIL_BACKENDS = {"TritonAttnBackend"}
+TAIL_BACKENDS = {compat.attention.TRITON}
 
 # A variable of SGLang 0.5.23. When the tail is captured and compared, the pools are not there yet.
 ALLOCATED_LATER = (

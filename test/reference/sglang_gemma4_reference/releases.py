@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -238,13 +238,16 @@ def serving(args: ServerArgs) -> Iterator[None]:
         with runtime_context.use_context(context):
             yield
         return
-    previous = runtime_context.get_server_args()
+    previous = None
+    with suppress(ValueError):  # none is published where no engine has been built yet
+        previous = runtime_context.get_server_args()
     try:
         with _groups_set_aside(args):
             _publish(args, 0)
             yield
     finally:
-        _publish(previous, 0)
+        if previous is not None:
+            _publish(previous, 0)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Links lead somewhere, tables are tables, and every page can be reached from the README."""
+"""Links lead somewhere, tables are tables, every page can be reached from the README; its size."""
 
 from __future__ import annotations
 
@@ -59,3 +59,38 @@ def test_rows_of_a_table_have_as_many_cells(page: Path) -> None:
 def test_every_page_of_docs_is_listed_in_the_readme() -> None:
     linked = {link.partition("#")[0] for link in links(REPO / "README.md")}
     assert {f"docs/{page.name}" for page in (REPO / "docs").glob("*.md")} - linked == set()
+
+
+def test_the_readme_is_short() -> None:
+    assert (REPO / "README.md").stat().st_size <= 9000
+
+
+# ---------------------------------------------------------------- commands
+
+#: What SGLang 0.5.23 warns of, and what it warns in favour of.
+OUTDATED = {
+    "sglang.launch_server": "sglang serve",
+    "sglang.bench_serving": "sglang.benchmark.serving",
+}
+
+
+def faults_in_commands(text: str) -> list[str]:
+    """Words in a page, or in its blocks of bash, that should not be there."""
+    faults = [name for name in OUTDATED if name in text]
+    for block in re.findall(r"^```(?:bash|sh)$(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        faults += re.findall(r"<\w[^>]*>", block)  # a placeholder that a shell takes for files
+    return faults
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_commands_can_be_pasted(page: Path) -> None:
+    assert faults_in_commands(page.read_text()) == []
+
+
+def test_a_command_that_cannot_be_pasted_is_seen() -> None:
+    assert faults_in_commands("```bash\ngit clone <address> here\n```") == ["<address>"]
+    assert faults_in_commands("python -m sglang.launch_server") == ["sglang.launch_server"]
+
+
+def test_the_image_is_started_as_the_documents_say() -> None:
+    assert "sglang.launch_server" not in (REPO / "Dockerfile").read_text()

@@ -1,4 +1,7 @@
-"""Every line that the package can log is explained in docs/log.md, and no other is."""
+"""Every line that the package can log is explained in docs/log.md, and no other is.
+
+What other pages quote of reasons and outcomes is what the package says.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import sglang_gemma4_yoco
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.loading import metrics
 
 REPO = Path(__file__).resolve().parents[3]
 PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
@@ -55,3 +63,81 @@ def test_every_line_is_documented() -> None:
     listed = documented()
     assert len(listed) == len(set(listed))
     assert said == set(listed)
+
+
+# ---------------------------------------------------------------- reasons and outcomes
+
+
+def texts_in_the_package() -> str:
+    """All string literals, one a line, with ``...`` for whatever is put into them."""
+    found = []
+    for path in PACKAGE.glob("**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr | ast.Constant):
+                found.append(text_of(node))
+    return "\n".join(found)
+
+
+def quotes_in(page: str, after: str, column: int) -> list[str]:
+    """What is quoted in a column of the first table after some words of a page."""
+    text = (REPO / "docs" / page).read_text()
+    assert text.count(after) == 1, after
+    table = re.search(r"(?:^\|.*\n)+", text.partition(after)[2], re.MULTILINE)
+    assert table is not None
+    quotes = []
+    for row in table[0].splitlines()[2:]:
+        cell = row.split(" | ")[column]
+        quotes += re.findall(r"`([^`]+)`", cell)
+    assert quotes
+    return quotes
+
+
+def not_said(quotes: list[str], said: str) -> list[str]:
+    """The quotes of which some part is in none of the texts."""
+    unknown = []
+    for quote in quotes:
+        parts = quote.split("...")
+        if not all(part.strip(" ,") in said for part in parts):
+            unknown.append(quote)
+    return unknown
+
+
+@pytest.mark.parametrize(
+    ("page", "after", "column"),
+    [
+        ("not_active.md", '## `status` prints "NOT active"', 0),
+        ("not_active.md", "## `status` gets no answer", 0),
+        ("operating.md", "For the whole server, in these:", 1),
+    ],
+)
+def test_reasons_that_are_explained_can_be_given(page: str, after: str, column: int) -> None:
+    assert not_said(quotes_in(page, after, column), texts_in_the_package()) == []
+
+
+def test_a_reason_that_nobody_gives_is_missed() -> None:
+    said = texts_in_the_package()
+    assert not_said(["rows of ... may depend on the weather"], said)
+    assert not_said(["rows of ... may depend on each other"], said) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "after"),
+    [
+        ("operating.md", "gave numbers that are not finite."),
+        ("slower.md", "## It is active, but nothing is faster"),
+    ],
+)
+def test_outcomes_that_are_explained_are_counted(page: str, after: str) -> None:
+    counted = {metrics.SERVER_UNSUPPORTED, counters.FAILED, counters.UNSEEN, *counters.CUT}
+    for value in vars(eligibility).values():
+        if isinstance(value, str):
+            counted.add(metrics.make_label(value))
+    assert {*quotes_in(page, after, 0)} <= counted
+
+
+def test_the_example_of_a_fallback_can_be_logged() -> None:
+    """For a batch: other reasons are of a whole server, and logged otherwise."""
+    page = (REPO / "docs" / "operating.md").read_text()
+    [reason] = re.findall("`Gemma 4 fast prefill falls back to stock: ([^`]+)`", page)
+    assert reason == eligibility.IMAGE_LOGPROBS
+    assert eligibility.is_logged(reason)

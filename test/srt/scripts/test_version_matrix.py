@@ -30,11 +30,13 @@ def test_everything_names_the_same_newest_release() -> None:
     readme = (environment.REPO / "README.md").read_text()
     for words in (
         f"SGLang ({OLDEST} or later; tested with {OLDEST} to {NEWEST})",
-        f"SGLang {NEWEST} accepts these attention backends",
-        f"  sglang                {NEWEST}\n",
+        f"With SGLang {NEWEST}, for Gemma 4",
+        f"was tested with {NEWEST} alone",
         f"`.venv` with SGLang {NEWEST}",
     ):
         assert words in readme
+    operating = (environment.REPO / "docs" / "operating.md").read_text()
+    assert f"  sglang                {NEWEST}\n" in operating
     assert f", in {NEWEST} |" in (environment.REPO / "docs" / "modes.md").read_text()
 
 

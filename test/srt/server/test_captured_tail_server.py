@@ -6,7 +6,10 @@ is padded to four. Random traffic, retraction and aborts: ``test_workload``, ``t
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +25,12 @@ from harness.forwards import NEEDS_GRAPHS
 from harness.layer_rows import FIRST_CUT
 from harness.server import CAPTURED_ROWS as ROWS
 from harness.server import CHUNK, Pair, Server
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import metrics
 
 pytestmark = NEEDS_GRAPHS
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 @pytest.fixture
@@ -41,6 +47,42 @@ def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
     [state] = [state[metrics.ENTRY] for state in captured.states()]
     assert state["tail"] == f"captured for up to {ROWS[-1]} rows"
     assert not stock.log_lines("the tail is captured from")
+
+
+def general(line: str) -> str:
+    """A line without what differs between models and machines."""
+    line = re.sub(r"\d[\d.]*(?:e[-+]\d+)?", "#", line.removeprefix(" "))
+    line = re.sub(r"#(?:, #)+", "#", line)
+    line = re.sub(r"at most .* of layer", "at most ... of layer", line)
+    return re.sub(r"\w+Backend", "...Backend", line)
+
+
+def keys_and_types(state: dict[str, Any]) -> dict[str, Any]:
+    """Of an entry in /server_info; which outcomes were counted is another question."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        found[name] = type(value)
+        if name in ("check", "audits"):
+            found[name] = {key: type(part) for key, part in value.items()}
+    return found
+
+
+def test_the_samples_in_the_documents(captured_server: Server) -> None:
+    """A server writes such lines, and such an entry."""
+    generate(captured_server, tokens(50, seed=2))
+    page = (DOCS / "operating.md").read_text()
+    [sample] = re.findall("sample of the log: begin -->\n```text\n(.*?)```", page, re.DOTALL)
+    lines = set()
+    for line in captured_server.log_lines("Gemma 4 fast prefill"):
+        lines.add(general(line[line.index("Gemma 4 fast prefill") :]))
+    assert {general(line) for line in sample.splitlines()} <= lines
+    [state] = [state[metrics.ENTRY] for state in captured_server.states()]
+    [shown] = json.loads((DOCS / "status_sample.json").read_text())["schedulers"]
+    assert keys_and_types(state) == keys_and_types(shown)
+    for name in ("cut", "tail"):
+        assert general(state[name]) == general(shown[name])
+    counted = {*counters.CUT, metrics.make_label(eligibility.NOTHING_TO_SKIP)}
+    assert shown["forwards"].keys() <= counted
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])

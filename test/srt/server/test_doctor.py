@@ -22,6 +22,7 @@ from harness.other_plugins import AROUND, plugin
 from harness.server import python_path
 from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n, releases
+from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands import doctor as command
@@ -72,6 +73,23 @@ def test_verdicts(answers: Answers, call: str, verdict: tuple[int, str]) -> None
     directory = str(document["model"]).rpartition("/")[0]
     assert str(document["reason"]).startswith(reason.format(tmp=directory))
     assert answer.err == ""
+
+
+def test_the_sample_in_the_documents(tmp_path: Path) -> None:
+    """Without the tests' own plugins, and whatever PyTorch and Python are."""
+    model = tmp_path / "models" / "gemma-4-E2B-it"
+    write_checkpoint(model, PRESETS["E2B"], weights=False)
+    command_line = "--model-path ./models/gemma-4-E2B-it -- --device cpu"
+    [answer], _ = doctor(tmp_path, command_line.split())
+    page = (Path(__file__).resolve().parents[3] / "docs" / "operating.md").read_text()
+    [sample] = re.findall("sample of doctor: begin -->\n```text\n(.*?)```", page, re.DOTALL)
+    head, _, sample = sample.partition("\n")
+    assert head == f"$ sglang-gemma4-yoco doctor {command_line}"
+    shown = []
+    for text in (answer.out, sample):
+        text = re.sub(r"^(  (?:torch|python) +)\S+$", r"\1...", text, flags=re.MULTILINE)
+        shown.append(re.sub(r"gemma4_(?:row_trace|tail_failures), ", "", text))
+    assert shown[0] == shown[1]
 
 
 def test_what_is_known_of_a_server(answers: Answers) -> None:

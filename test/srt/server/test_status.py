@@ -28,6 +28,7 @@ from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.commands.status import ENTRY, NO_ENTRY
 
 Captured = pytest.CaptureFixture[str]
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def report(capsys: Captured, *arguments: str) -> tuple[int, list[str], list[str]]:
@@ -51,6 +52,20 @@ def test_a_server_that_is_active(on_server: Server, capsys: Captured) -> None:
     assert document["schedulers"] == [state[ENTRY]]
     assert (shown["version"], shown["active"]) == (__version__, True)
     assert shown["rows"]["skipped"] >= 99
+
+
+def test_the_sample_in_the_documents(capsys: Captured) -> None:
+    """The page has what is printed of the server that it names."""
+    sample = json.loads((DOCS / "status_sample.json").read_text())
+    states = [{ENTRY: state} for state in sample["schedulers"]]
+    with http(200, {"version": sample["sglang"], "internal_states": states}) as url:
+        code, out, err = report(capsys, url)
+        _, [document], _ = report(capsys, "--json", url)
+    assert (code, err) == (0, [])
+    printed = "\n".join(out)
+    page = (DOCS / "operating.md").read_text()
+    assert f"sample of status: begin -->\n```text\n{printed}\n```\n<!-- sample" in page
+    assert json.loads(document) == {**sample, "url": url}
 
 
 def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> None:
