@@ -67,10 +67,10 @@ class KeptRows:
         count = int(kept_ends[-1])
         indices = np.repeat(ends - kept_ends, kept) + np.arange(count)
         return cls(
-            lens=kept.tolist(),
-            prefix_lens=(prefix_lens + new - kept).tolist(),
-            start_loc=(kept_ends - kept).tolist(),
-            indices=array("q", indices.tobytes()),
+            kept.tolist(),
+            (prefix_lens + new - kept).tolist(),
+            (kept_ends - kept).tolist(),
+            array("q", indices.tobytes()),
             total=int(ends[-1]),
             count=count,
             one_per_request=count == len(kept),

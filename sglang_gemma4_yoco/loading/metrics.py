@@ -24,6 +24,7 @@ from sglang_gemma4_yoco.loading import limits
 #: The key in the internal state of each scheduler in /server_info.
 ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
+SERVER_UNSUPPORTED = "server_unsupported"
 
 _PREFIX = "sglang:gemma4_yoco_"
 # The name of a counter -> its documentation, and the label of its own.
@@ -83,7 +84,7 @@ def make_label(outcome: str) -> str:
     ('lora', 'forward_mode_target_verify', 'active_eager')
     """
     if outcome in counters.server_reasons:
-        return "server_unsupported"
+        return SERVER_UNSUPPORTED
     return re.sub(r"\W+", "_", outcome.replace("'", "")).lower().strip("_")
 
 

@@ -213,7 +213,6 @@ def run_servers(
     On a GPU they start one by one: the next takes its share of the memory that is left.
     """
     with ExitStack() as stack:
-        began = time.monotonic()
         for server in servers:
             say(f"Starting {server.name} on port {server.port}")
             server.start()
@@ -222,7 +221,6 @@ def run_servers(
                 server.wait_until_ready(timeout)
         for server in servers:
             server.wait_until_ready(timeout)
-        say(f"   ready after {time.monotonic() - began:.0f} s")
         yield
 
 

@@ -367,7 +367,6 @@ def run(args: argparse.Namespace) -> int:
         document = redact(document)
         say(page.format_report(document))
         as_page.write_text(page.render_page(document), "utf-8")
-        say(f"Report: {as_page}\n")
     with as_json.open("w") as file:
         say(document, file, indent=1)
     say(document)
