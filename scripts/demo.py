@@ -51,8 +51,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from command_line import failed, heading, make_checkpoint, make_work_dir, new_parser
-from environment import REPO, SGLANG_VERSION, SetupError, prepare
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
+
+from scripts.command_line import failed, heading, make_checkpoint, make_work_dir, new_parser
+from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify import verify
 

@@ -12,11 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sglang_gemma4_yoco.commands.console import CommandError, say
+
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))  # what is imported next is standard library, and not installed yet
-
-from sglang_gemma4_yoco.commands.console import CommandError, say  # noqa: E402
-
 SetupError = CommandError
 SGLANG_VERSION = "0.5.23"
 #: Of the package index: the newest release, and the newest of all. A range that names a

@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from command_line import new_parser
-from environment import REPO, SGLANG_VERSION, SetupError, prepare, run
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
+
+from scripts.command_line import new_parser
+from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare, run
 
 # What takes longest comes first, so that at the end no process waits long for the other.
 FOLDERS = ("rehearsal", "server", "triton", "forward", "scripts", "unit", "models")
@@ -43,6 +45,12 @@ def pytest_arguments(args: argparse.Namespace) -> list[str]:
         chosen = DEFAULT
     folders = (f"test/srt/{folder}" for folder in FOLDERS)
     return [*chosen, *IN_TWO_PROCESSES, *args.pytest, *folders]
+
+
+def gpu_variables() -> dict[str, str]:
+    """For the tests that need a GPU: there test/reference is not installed."""
+    path = [str(REPO / "test" / "reference"), os.environ.get("PYTHONPATH", "")]
+    return {"YOCO_TEST_GPU": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def parse_arguments(typed: Sequence[str] | None = None) -> argparse.Namespace:
@@ -74,10 +82,10 @@ def main() -> int:
     # Without stored bytecode every server that a test starts compiles all of SGLang again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.gpu:
-        os.environ["YOCO_TEST_GPU"] = "1"
+        os.environ |= gpu_variables()
     commands: list[tuple[str | Path, ...]] = []
     if args.lint:
-        sources = sorted((REPO / "test" / "rehearsal").glob("*.cpp"))
+        sources = sorted((REPO / "test" / "srt" / "rehearsal").glob("*.cpp"))
         commands = [
             (python, "-m", "ruff", "check", "."),
             (python, "-m", "ruff", "format", "--check", "."),

@@ -51,10 +51,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from command_line import new_parser
-from result_files import REHEARSAL, device_name, origin, write_result
+from scripts.command_line import new_parser
+from scripts.result_files import REHEARSAL, device_name, origin, write_result
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.compare import Times
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
@@ -63,7 +63,7 @@ from sglang_gemma4_yoco.settings import name_of
 if TYPE_CHECKING:
     import torch
 
-    from host_work import Counts
+    from scripts.bench.host_work import Counts
 
 WAYS = ("off", "on", "front")
 OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
@@ -478,7 +478,7 @@ def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dic
     Raises:
         NotActiveError: SGLang was to replay, and did not.
     """
-    import host_work
+    from scripts.bench import host_work
 
     counts = {}
     for way in ways:

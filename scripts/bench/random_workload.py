@@ -40,18 +40,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt"))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from command_line import failed, make_checkpoint, make_log_dir, new_parser
-from environment import REPO, SetupError
-from generated import markdown
-from result_files import device_name, origin, write_result
+from scripts.command_line import failed, make_checkpoint, make_log_dir, new_parser
+from scripts.environment import REPO, SetupError
+from scripts.generated import markdown
+from scripts.result_files import device_name, origin, write_result
 from sglang_gemma4_yoco.commands.console import say
 
 if TYPE_CHECKING:
     from harness.server import Server
 
+sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
 FLAT_BYTES = 32e6
 """Memory may grow by this much in the second half."""
 FALLBACK = "falls back to stock: "

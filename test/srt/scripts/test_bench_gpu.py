@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
-import bench_gpu
-import bench_latency
-import bench_prefill
-import result_files
-import results
-from environment import REPO
+from scripts import bench_gpu, result_files
+from scripts.bench import bench_latency, bench_prefill
+from scripts.docs import results
+from scripts.environment import REPO
 from sglang_gemma4_yoco import counters
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import run_tests
+from scripts import run_tests
 from sglang_gemma4_reference import releases
 
 FOLDERS = [f"test/srt/{folder}" for folder in run_tests.FOLDERS]
@@ -57,8 +57,10 @@ def test_a_gpus_tests_find_the_reference_that_is_not_installed_there(tmp_path: P
     file = tmp_path / "test_import.py"
     file.write_text("def test_it():\n    import sglang_gemma4_reference\n")
     command = [sys.executable, "-c", WITHOUT_REFERENCE, str(file)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for variables, status in (({}, 1), (run_tests.gpu_variables(), 0)):
+        env = os.environ | variables
+        done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+        assert done.returncode == status, done.stdout + done.stderr
 
 
 @pytest.mark.release
