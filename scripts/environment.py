@@ -35,7 +35,6 @@ def create_venv(venv: Path) -> None:
     if run(sys.executable, "-m", "venv", venv):
         return
     # Debian's python3 has no ensurepip without python3-venv; its own pip may be there.
-    shutil.rmtree(venv, ignore_errors=True)
     if not run(sys.executable, "-m", "venv", "--without-pip", venv):
         raise SetupError("this Python makes no environments (Debian: apt install python3-venv)")
 
@@ -67,8 +66,5 @@ def prepare(venv: Path, *, sglang: str = SGLANG_VERSION, group: str = "cpu") -> 
     packages = (release, "-e", str(REPO), f"--group={group}")
     if run(find_uv(venv), "pip", "install", "--python", python, *packages):
         return python
-    raise SetupError(
-        "this could not be installed. If the package index was not reached, check network and "
-        "proxy; if no version fits, try another Python (3.11 or later; 3.10 up to SGLang 0.5.21) "
-        "or another --sglang-version. What was installed is kept for the next run."
-    )
+    advice = "network and proxy; another Python (3.11 or later), or another --sglang-version"
+    raise SetupError(f"this could not be installed: try {advice}. What was installed is kept.")

@@ -31,7 +31,8 @@ DEFAULT = ("-m", "not release")
 QUICK = ("-m", "(unit or forward or models) and not slow and not release")
 # test/srt/conftest.py says which tests stay together.
 IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder")
-GPU = ("-s", "-p", "no:xdist", "test/srt/gpu")
+# test/reference is not installed where a GPU is.
+GPU = ("-s", "-p", "no:xdist", "-o", "pythonpath=test/srt test/reference", "test/srt/gpu")
 
 
 def pytest_arguments(args: argparse.Namespace) -> list[str]:
@@ -45,12 +46,6 @@ def pytest_arguments(args: argparse.Namespace) -> list[str]:
         chosen = DEFAULT
     folders = (f"test/srt/{folder}" for folder in FOLDERS)
     return [*chosen, *IN_TWO_PROCESSES, *args.pytest, *folders]
-
-
-def gpu_variables() -> dict[str, str]:
-    """For the tests that need a GPU: there test/reference is not installed."""
-    path = [str(REPO / "test" / "reference"), os.environ.get("PYTHONPATH", "")]
-    return {"YOCO_TEST_GPU": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def parse_arguments(typed: Sequence[str] | None = None) -> argparse.Namespace:
@@ -82,7 +77,7 @@ def main() -> int:
     # Without stored bytecode every server that a test starts compiles all of SGLang again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.gpu:
-        os.environ |= gpu_variables()
+        os.environ["YOCO_TEST_GPU"] = "1"
     commands: list[tuple[str | Path, ...]] = []
     if args.lint:
         sources = sorted((REPO / "test" / "srt" / "rehearsal").glob("*.cpp"))
