@@ -116,12 +116,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", help="a checkpoint's folder, or a model on the Hugging Face hub")
     add("--preset", default="E2B_MINI", help="which random checkpoint")
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: a GPU if it is seen",
-    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to serve")
     add("--server-args", default="", metavar="'...'", help="more arguments for both servers")
     add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")
     add("--no-venv", action="store_true", help="use this interpreter's environment as it is")
