@@ -49,11 +49,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from command_line import heading, new_parser
-from environment import REPO
-from result_files import RESULTS, device_name, write_result
+from scripts.command_line import heading, new_parser
+from scripts.environment import REPO
+from scripts.result_files import RESULTS, device_name, write_result
 from sglang_gemma4_yoco.commands.console import say
 
 #: The parts that are other scripts' commands, and what makes them small, to try the script itself.
@@ -85,7 +85,7 @@ WAYS = ("off", "on")
 
 def assert_cut(engine: Any, batch: Any, length: int) -> None:
     """Raise ``NotActiveError`` unless a prefill of ``batch`` takes the fast path."""
-    from bench_prefill import Load, NotActiveError, path_taken
+    from scripts.bench.bench_prefill import Load, NotActiveError, path_taken
     from sglang_gemma4_yoco import counters
 
     path, _ = path_taken(engine, batch, Load(length, batch_size=1))
@@ -97,7 +97,7 @@ def peak_memory(engine: Any, batch: Any, way: str) -> dict[str, Any]:
     """Bytes that a second prefill takes at its peak beyond what is in use before it."""
     import torch
 
-    from bench_prefill import timed
+    from scripts.bench.bench_prefill import timed
 
     timed(engine, batch, way)
     if engine.runner.device == "cpu":  # where PyTorch does not count them
@@ -117,7 +117,7 @@ def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    from bench_prefill import served, synchronizer
+    from scripts.bench.bench_prefill import served, synchronizer
 
     synchronize = synchronizer(engine)
     activities = [ProfilerActivity.CPU]
@@ -178,7 +178,7 @@ PARTS: dict[str, Callable[[Any, Any, str], dict[str, Any]]] = {
 
 def measure_forwards(part: str, args: argparse.Namespace) -> int:
     """Run a part of this script, in turns off and on; return the exit status."""
-    import bench_prefill
+    from scripts.bench import bench_prefill
 
     device = bench_prefill.choose_device(args.device)
     with tempfile.TemporaryDirectory() as directory:
@@ -239,7 +239,7 @@ def main() -> int:
     args = parse_arguments()
     if args.measure:
         return measure_forwards(args.measure, args)
-    from bench_prefill import choose_device
+    from scripts.bench.bench_prefill import choose_device
 
     device = choose_device(args.device)
     missing = []

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from environment import REPO, SetupError
+from scripts.environment import REPO, SetupError
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.redact import learn_secrets, redact, redact_flags
 

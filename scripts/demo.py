@@ -51,8 +51,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from command_line import failed, heading, make_checkpoint, make_work_dir, new_parser
-from environment import REPO, SGLANG_VERSION, SetupError, prepare
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
+
+from scripts.command_line import failed, heading, make_checkpoint, make_work_dir, new_parser
+from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify import verify
 
@@ -112,24 +114,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.usage = "%(prog)s [options] [options of verify] [-- SERVER_FLAG ...]"
     add = parser.add_argument
-    add(
-        "--model",
-        help="a checkpoint's directory or a model on the Hugging Face hub, such as "
-        "google/gemma-4-E2B-it on a GPU (default: a small random one)",
-    )
+    add("--model", help="a checkpoint's folder, or a model on the Hugging Face hub")
     add("--preset", default="E2B_MINI", help="which random checkpoint")
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: a GPU if PyTorch sees one",
-    )
-    add(
-        "--server-args",
-        default="",
-        metavar="'...'",
-        help="more arguments for both servers, such as --server-args='--mem-fraction-static 0.6'",
-    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to serve")
+    add("--server-args", default="", metavar="'...'", help="more arguments for both servers")
     add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")
     add("--no-venv", action="store_true", help="use this interpreter's environment as it is")
     add("--sglang-version", default=SGLANG_VERSION, help="what to install")

@@ -12,11 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sglang_gemma4_yoco.commands.console import CommandError, say
+
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))  # what is imported next is standard library, and not installed yet
-
-from sglang_gemma4_yoco.commands.console import CommandError, say  # noqa: E402
-
 SetupError = CommandError
 SGLANG_VERSION = "0.5.23"
 #: Of the package index: the newest release, and the newest of all. A range that names a
@@ -37,7 +35,6 @@ def create_venv(venv: Path) -> None:
     if run(sys.executable, "-m", "venv", venv):
         return
     # Debian's python3 has no ensurepip without python3-venv; its own pip may be there.
-    shutil.rmtree(venv, ignore_errors=True)
     if not run(sys.executable, "-m", "venv", "--without-pip", venv):
         raise SetupError("this Python makes no environments (Debian: apt install python3-venv)")
 
@@ -69,8 +66,5 @@ def prepare(venv: Path, *, sglang: str = SGLANG_VERSION, group: str = "cpu") -> 
     packages = (release, "-e", str(REPO), f"--group={group}")
     if run(find_uv(venv), "pip", "install", "--python", python, *packages):
         return python
-    raise SetupError(
-        "this could not be installed. If the package index was not reached, check network and "
-        "proxy; if no version fits, try another Python (3.11 or later; 3.10 up to SGLang 0.5.21) "
-        "or another --sglang-version. What was installed is kept for the next run."
-    )
+    advice = "network and proxy; another Python (3.11 or later), or another --sglang-version"
+    raise SetupError(f"this could not be installed: try {advice}. What was installed is kept.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from command_line import new_parser
-from environment import REPO
+from scripts.command_line import new_parser
+from scripts.environment import REPO
 
 
 def inserted(document: str, name: str, content: str) -> str:

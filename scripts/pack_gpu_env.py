@@ -38,8 +38,10 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from command_line import new_parser
-from environment import REPO
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
+
+from scripts.command_line import new_parser
+from scripts.environment import REPO
 
 LIMIT = 60_000_000  # bytes
 PYTHON = "3.12"

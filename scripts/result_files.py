@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from command_line import command_without_secrets
-from environment import REPO, SetupError
+from scripts.command_line import command_without_secrets
+from scripts.environment import REPO, SetupError
 from sglang_gemma4_yoco.commands.console import say
 
 RESULTS = REPO / "benchmark" / "results"
-#: What a GPU without a GPU is called (test/rehearsal): nothing is measured there.
+#: What a GPU without a GPU is called (test/srt/rehearsal): nothing is measured there.
 REHEARSAL = "rehearsal"
 
 

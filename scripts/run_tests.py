@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from command_line import new_parser
-from environment import REPO, SGLANG_VERSION, SetupError, prepare, run
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
+
+from scripts.command_line import new_parser
+from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare, run
 
 # What takes longest comes first, so that at the end no process waits long for the other.
 FOLDERS = ("rehearsal", "server", "triton", "forward", "scripts", "unit", "models")
@@ -29,7 +31,8 @@ DEFAULT = ("-m", "not release")
 QUICK = ("-m", "(unit or forward or models) and not slow and not release")
 # test/srt/conftest.py says which tests stay together.
 IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder")
-GPU = ("-s", "-p", "no:xdist", "test/srt/gpu")
+# test/reference is not installed where a GPU is.
+GPU = ("-s", "-p", "no:xdist", "-o", "pythonpath=test/srt test/reference", "test/srt/gpu")
 
 
 def pytest_arguments(args: argparse.Namespace) -> list[str]:
@@ -77,7 +80,7 @@ def main() -> int:
         os.environ["YOCO_TEST_GPU"] = "1"
     commands: list[tuple[str | Path, ...]] = []
     if args.lint:
-        sources = sorted((REPO / "test" / "rehearsal").glob("*.cpp"))
+        sources = sorted((REPO / "test" / "srt" / "rehearsal").glob("*.cpp"))
         commands = [
             (python, "-m", "ruff", "check", "."),
             (python, "-m", "ruff", "format", "--check", "."),

@@ -30,20 +30,22 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from command_line import new_parser
-from result_files import origin, write_result
+from scripts.command_line import new_parser
+from scripts.environment import REPO
+from scripts.result_files import origin, write_result
 
 if TYPE_CHECKING:
-    from checked_models import Group, Result
+    from scripts.bench.checked_models import Group, Result
 
+sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
 ENOUGH = 4.0  # times its bound is what everything broken must come to
 
 
 def judged(group: Group) -> list[Result]:
     """All models of a group, in the process that makes them."""
-    import checked_models
+    from scripts.bench import checked_models
 
     return checked_models.judged(group)
 
@@ -111,7 +113,7 @@ def parse_arguments() -> Namespace:
 def main() -> int:
     """Run, print, write."""
     args = parse_arguments()
-    import checked_models
+    from scripts.bench import checked_models
 
     began = time.monotonic()
     about = origin()  # before its own file is a change of the checkout

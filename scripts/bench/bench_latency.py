@@ -34,11 +34,11 @@ from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from command_line import failed, make_checkpoint, make_log_dir, new_parser
-from environment import REPO, SetupError
-from result_files import device_name, origin, write_result
+from scripts.command_line import failed, make_checkpoint, make_log_dir, new_parser
+from scripts.environment import REPO, SetupError
+from scripts.result_files import device_name, origin, write_result
 from sglang_gemma4_yoco.commands.console import say
 
 if TYPE_CHECKING:

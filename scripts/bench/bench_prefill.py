@@ -51,10 +51,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from command_line import new_parser
-from result_files import REHEARSAL, device_name, origin, write_result
+from scripts.command_line import new_parser
+from scripts.result_files import REHEARSAL, device_name, origin, write_result
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.compare import Times
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
@@ -63,7 +63,7 @@ from sglang_gemma4_yoco.settings import name_of
 if TYPE_CHECKING:
     import torch
 
-    from host_work import Counts
+    from scripts.bench.host_work import Counts
 
 WAYS = ("off", "on", "front")
 OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
@@ -76,8 +76,6 @@ WARM_UP_ROWS = 4096
 # Standard deviation of logits. Below it all are alike, as with SGLang's dummy weights, and then on
 # agrees with off whatever it computes.
 LEAST_SPREAD = 0.01
-# Before the name of a Gemma 3n.
-GEMMA3N = "GEMMA3N_"
 CONTEXT = 64  # cached tokens of a request that decodes along
 
 
@@ -180,7 +178,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     presets = ["E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"]
-    presets += [f"{GEMMA3N}E2B_MINI", f"{GEMMA3N}E4B_MINI", f"{GEMMA3N}E2B_TINY"]
     add("--preset", choices=presets, default="E2B_MINI", help="a model with random weights")
     add("--lengths", type=parse_positive, nargs="+", default=[128, 512, 2048, 8192])
     add("--batch-sizes", type=parse_positive, nargs="+", default=[1, 4])
@@ -230,6 +227,7 @@ def build_engine(
         graphs: whether CUDA graphs are on.
         prefills: lengths of the prefills that SGLang captures; it captures no others.
     """
+    from sglang_gemma4_reference import checkpoint
     from sglang_gemma4_reference.engine import Engine
 
     options: dict[str, Any] = {"disable_cuda_graph": True}
@@ -241,7 +239,7 @@ def build_engine(
     if device == "cpu":
         options["dtype"] = "float32"
     path = directory / preset
-    write_config(path, preset)
+    checkpoint.write_checkpoint(path, checkpoint.PRESETS[preset], weights=False)
     with ExitStack() as span:
         if prefills:
             span.enter_context(capturable(device))
@@ -255,16 +253,6 @@ def build_engine(
         )
     randomise(engine)
     return engine
-
-
-def write_config(path: Path, preset: str) -> None:
-    """Write a checkpoint without weights."""
-    from sglang_gemma4_reference import checkpoint, gemma3n
-
-    if preset.startswith(GEMMA3N):
-        gemma3n.write_config(path, gemma3n.PRESETS[preset.removeprefix(GEMMA3N)])
-    else:
-        checkpoint.write_checkpoint(path, checkpoint.PRESETS[preset], weights=False)
 
 
 def buckets(args: argparse.Namespace, device: str) -> list[int]:
@@ -307,18 +295,14 @@ def randomise(engine: Any) -> None:
     """Give the model weights whose answers depend on all of the prompt, which dummies do not."""
     import torch
 
-    from sglang_gemma4_reference import checkpoint, gemma3n
+    from sglang_gemma4_reference import checkpoint
 
     torch.manual_seed(0)
     with torch.no_grad():
         for name, weight in engine.text_model.named_parameters():
-            if hasattr(engine.text_model, "altup_projections"):
-                gemma3n.randomise(f"model.{name}", weight)
-            else:
-                checkpoint.randomise(f"model.language_model.{name}", weight)
+            checkpoint.randomise(f"model.language_model.{name}", weight)
         for layer in engine.text_model.layers:
-            if hasattr(layer, "layer_scalar"):  # Gemma 4's
-                layer.layer_scalar.fill_(0.95)
+            layer.layer_scalar.fill_(0.95)
 
 
 def must_have_spread(logits: torch.Tensor) -> None:
@@ -478,7 +462,7 @@ def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dic
     Raises:
         NotActiveError: SGLang was to replay, and did not.
     """
-    import host_work
+    from scripts.bench import host_work
 
     counts = {}
     for way in ways:

@@ -12,24 +12,21 @@ import logging
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt"))
 
 import torch
 
-from breakages import BREAKAGES
 from harness.decode_graphs import recorded_decode_steps
+from scripts.bench.breakages import BREAKAGES
 from sglang_gemma4_reference import checkpoint, interpreter
 from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E2B_MINI, E2B_TINY, E4B_HOST, E4B_MINI
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched

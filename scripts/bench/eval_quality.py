@@ -37,11 +37,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from command_line import failed, heading, new_parser
-from environment import SetupError
-from result_files import origin
+from scripts.command_line import failed, heading, new_parser
+from scripts.environment import SetupError
+from scripts.result_files import origin
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.https import make_session
 from sglang_gemma4_yoco.commands.verify.prompts import WHICH_COLOURS, draw_picture

@@ -18,7 +18,7 @@ A run passes if
   after every step and when idle, have reported nothing, and the memory of all of the server's
   processes has stayed the same from half of the time on.
 
-Output contract: tables for people on stdout; the last line is one JSON document. Exit status: 0 if
+Output contract: lines for people on stdout; the last line is one JSON document. Exit status: 0 if
 the run passed, 1 if not, 2 if it could not be made or a server has died.
 
     python scripts/bench/random_workload.py --requests 200
@@ -40,18 +40,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt"))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from command_line import failed, make_checkpoint, make_log_dir, new_parser
-from environment import REPO, SetupError
-from generated import markdown
-from result_files import device_name, origin, write_result
+from scripts.command_line import failed, make_checkpoint, make_log_dir, new_parser
+from scripts.environment import REPO, SetupError
+from scripts.result_files import device_name, origin, write_result
 from sglang_gemma4_yoco.commands.console import say
 
 if TYPE_CHECKING:
     from harness.server import Server
 
+sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
 FLAT_BYTES = 32e6
 """Memory may grow by this much in the second half."""
 FALLBACK = "falls back to stock: "
@@ -220,19 +219,11 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
 
 
 def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
-    """Print a table of the passes, and what is worth a line."""
-    head = ["", "seconds", "shortened of those with rows to skip", "tails replayed", "failures"]
-    head.append("memory at half and end, MB")
-    rows = []
+    """Print what was found of each pass, and of its answers."""
     for one in passes:
-        counts = (f"{one.seconds:.0f}", f"{one.eligible_share:.1%}", one.replays, one.injected)
-        memory = f"{one.memory_half / 1e6:.0f} {one.memory_end / 1e6:.0f}"
-        rows.append([one.name, *counts, memory])
-    say(markdown(head, rows, numbers=len(head) - 1))
-    for one in passes:
-        say(f"{one.name}: {one.forwards}, {one.used_tokens} slots held after all")
-        for reason in one.reasons:
-            say(f"{one.name}: fell back to stock: {reason}")
+        found = asdict(one)
+        found["problems"] = len(one.problems)
+        say(f"{one.name}: {found}")
         for problem in one.problems[:20]:
             say(f"{one.name}: {problem}")
     for compared in comparisons:

@@ -13,11 +13,10 @@ it.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from command_line import new_parser
+from scripts.command_line import new_parser
 
 
 def installed() -> frozenset[str]:

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from command_line import heading, new_parser
-from environment import REPO, run
-from result_files import RESULTS, commit, package_of, write_whole
+from scripts.command_line import heading, new_parser
+from scripts.environment import REPO, run
+from scripts.result_files import RESULTS, commit, package_of, write_whole
 from sglang_gemma4_yoco.commands.console import say
 
 VERSIONS = tuple(f"0.5.{patch}" for patch in range(17, 24))

@@ -21,14 +21,13 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from environment import REPO, SGLANG_VERSION
-from generated import kept_up_to_date, markdown
-from result_files import RESULTS
+from scripts.environment import REPO, SGLANG_VERSION
+from scripts.generated import kept_up_to_date, markdown
+from scripts.result_files import RESULTS
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.verify import page
 

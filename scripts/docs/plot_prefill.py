@@ -18,13 +18,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from generated import kept_up_to_date
-from result_files import RESULTS
+from scripts.generated import kept_up_to_date
+from scripts.result_files import RESULTS
 
 #: The pictures, and Matplotlib's style of each.
 PICTURES = {

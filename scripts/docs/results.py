@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from environment import REPO
-from generated import Parts, kept_up_to_date, markdown
-from result_files import RESULTS, package_of
+from scripts.environment import REPO
+from scripts.generated import Parts, kept_up_to_date, markdown
+from scripts.result_files import RESULTS, package_of
 
 NOT_MEASURED = "Not measured yet: `scripts/bench_gpu.py` has not run on a GPU."
 Document = dict[str, Any]

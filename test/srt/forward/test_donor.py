@@ -17,7 +17,6 @@ import pytest
 import torch
 from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
-from breakages import as_returned
 from harness.batches import BATCHES, new_rows
 from harness.forwards import (
     CHUNKS,
@@ -30,6 +29,7 @@ from harness.forwards import (
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import run
 from harness.stand_ins import Doubled, Packed, halved_weights
+from scripts.bench.breakages import as_returned
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import cut, per_layer

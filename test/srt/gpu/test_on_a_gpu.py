@@ -21,8 +21,8 @@ from harness.batches import batch_of, tokens
 if os.environ.get("YOCO_TEST_GPU") != "1" or not torch.cuda.is_available():
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
-from bench_prefill import must_have_spread, randomise
 from harness.observe import run
+from scripts.bench.bench_prefill import must_have_spread, randomise
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched

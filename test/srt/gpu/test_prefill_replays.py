@@ -22,8 +22,9 @@ from harness.batches import batch_of
 if os.environ.get("YOCO_TEST_GPU") != ("1" if torch.cuda.is_available() else "cpu"):
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
-import host_work
-from bench_prefill import (
+from harness.replayed_answers import Answer
+from scripts.bench import host_work
+from scripts.bench.bench_prefill import (
     OFF_REPLAYED,
     ON_REPLAYED,
     capturable,
@@ -34,7 +35,6 @@ from bench_prefill import (
     served,
     timed,
 )
-from harness.replayed_answers import Answer
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_reference.host_reads import refusing_waits

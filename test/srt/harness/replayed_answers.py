@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import bench_prefill
+from scripts.bench import bench_prefill
 from sglang_gemma4_yoco import counters
 
 # Of bf16: a wrong row, key or weight is off by far more.

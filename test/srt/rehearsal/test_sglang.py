@@ -1,6 +1,6 @@
 """PyTorch, SGLang and the package on the rehearsal's device: what the host does on a GPU.
 
-Each question is answered by a process of ``test/rehearsal/ask.py``; several tests read one answer.
+Each question is answered by a process of ``ask.py``; several tests read one answer.
 Kernels of floats are launched and not computed, but in ``values``: these are tests of the host's
 code. Of every batch it is asserted first, from matrix products, on how many rows the layers ran.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from rehearsal import device
+from scripts.environment import REPO
 
 MISSING = device.say_what_is_missing()
 if version("sglang") != device.SGLANG:
@@ -45,13 +46,11 @@ CUT_CAPTURED, CUT_EAGER = ["active_captured", None], ["active_eager", None]
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In ``test``, as the documents say."""
+    """In the repository, as the documents say."""
     environment = os.environ | {"PYTHONPATH": str(device.HERE.parent)}
     environment.pop("SGLANG_PLATFORM", None)
     command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, env=environment, cwd=device.HERE.parent, capture_output=True, text=True
-    )
+    return subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +97,7 @@ WRITE_A_RESULT = """
 from rehearsal import device
 device.load_runtime()
 import pathlib, sys
-sys.path.insert(0, "../scripts")
-from result_files import device_name, write_result
+from scripts.result_files import device_name, write_result
 write_result(pathlib.Path(sys.argv[1]), {"device": device_name("cuda"), "seconds": 1})
 """
 
@@ -320,7 +318,7 @@ def test_answers_are_stocks_and_k_and_v_to_the_bit(ask: Ask, batch: str) -> None
 @RELEASE
 def test_the_tests_that_need_a_gpu_pass() -> None:
     """By the command of ``benchmark/on_a_gpu.md``; a test that needs CUPTI is left out by name."""
-    done = run_python("../scripts/run_tests.py", "--gpu", "--", "-p", "rehearsal.gpu_tests")
+    done = run_python("scripts/run_tests.py", "--gpu", "--", "-p", "rehearsal.gpu_tests")
     assert done.returncode == 0, done.stdout[-8000:]
     passed = re.search(r"(\d+) passed, 1 deselected", done.stdout)
     assert passed is not None, done.stdout[-2000:]

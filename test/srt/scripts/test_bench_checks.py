@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import bench_checks
-from bench_checks import ENOUGH
-from breakages import BREAKAGES
-from checked_models import Result
-from result_files import RESULTS
+from scripts.bench import bench_checks
+from scripts.bench.bench_checks import ENOUGH
+from scripts.bench.breakages import BREAKAGES
+from scripts.bench.checked_models import Result
+from scripts.result_files import RESULTS
 
 # Models and audited prefills, at least.
 SIZES = {"checks_cpu.json": (208, 2075), "checks_triton.json": (12, 36)}

@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
-import bench_gpu
-import bench_latency
-import bench_prefill
-import result_files
-import results
-from environment import REPO
+from scripts import bench_gpu, result_files
+from scripts.bench import bench_latency, bench_prefill
+from scripts.docs import results
+from scripts.environment import REPO
 from sglang_gemma4_yoco import counters
 
 
@@ -67,6 +65,7 @@ def test_a_rehearsal_is_no_measurement(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.release
+@pytest.mark.timeout(1800)  # ten minutes, if the machine is busy
 def test_every_part_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, bench_gpu.__file__, "--preset", "E2B_TINY", "--device", "cpu"]
     done = subprocess.run(

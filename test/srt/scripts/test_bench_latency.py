@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import bench_latency
+from scripts.bench import bench_latency
 
 #: As SGLang 0.5.23 logs them.
 LOG = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from environment import REPO, find_uv
+from scripts.environment import REPO, find_uv
 
 VERSION = re.search(r'^version = "(.+)"$', (REPO / "pyproject.toml").read_text(), re.MULTILINE)
 NAME = "sglang_gemma4_yoco"

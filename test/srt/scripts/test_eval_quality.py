@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-import eval_quality
 from harness.server import Pair
+from scripts.bench import eval_quality
 
 
 def evaluated(servers: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:

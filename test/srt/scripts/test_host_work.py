@@ -10,9 +10,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-import bench_prefill
-import host_work
 from harness.batches import batch_of
+from scripts.bench import bench_prefill, host_work
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_reference.recorder import RecordedGraph
 from triton import language as tl

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-import bench_prefill
-from bench_prefill import OFF_REPLAYED, ON_REPLAYED, Load, Point
 from harness.batches import batch_of
 from harness.decode_graphs import record_tail
 from harness.forwards import ENGINE
 from harness.layer_rows import FIRST_CUT, LAYERS
+from scripts.bench import bench_prefill
+from scripts.bench.bench_prefill import OFF_REPLAYED, ON_REPLAYED, Load, Point
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
 from sglang_gemma4_yoco import counters

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import pack_gpu_env
+from scripts import pack_gpu_env
 
 
 def test_a_wheel_keeps_what_a_hopper_needs(tmp_path: Path) -> None:

@@ -10,11 +10,9 @@ from types import ModuleType
 
 import pytest
 
-import document_tables
-import plot_prefill
-import results
-import version_matrix
-from result_files import package_of
+from scripts.dev import version_matrix
+from scripts.docs import document_tables, plot_prefill, results
+from scripts.result_files import package_of
 from sglang_gemma4_yoco import settings
 
 REPO = Path(__file__).resolve().parents[3]

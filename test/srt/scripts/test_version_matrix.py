@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-import environment
-import version_matrix
 from rehearsal import device
+from scripts import environment
+from scripts.dev import version_matrix
 from sglang_gemma4_reference import roles
 from sglang_gemma4_yoco import compat
 

@@ -24,7 +24,6 @@ from unittest import mock
 import psutil
 import pytest
 
-from environment import REPO
 from harness import forked
 from harness.server import (
     Server,
@@ -35,6 +34,7 @@ from harness.server import (
     wait_until,
 )
 from harness.typed_secrets import MARK, places
+from scripts.environment import REPO
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.commands import https, redact, status

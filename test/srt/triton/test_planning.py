@@ -21,12 +21,12 @@ from packaging.version import Version
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from breakages import BREAKAGES
 from harness.audited import audited
 from harness.batches import batch_of
 from harness.forwards import INTERPRETED_ENGINE, assert_fast, state_of
 from harness.layer_rows import TWO_POOLS
 from harness.observe import TOLERANCE
+from scripts.bench.breakages import BREAKAGES
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched

@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from harness.stand_ins import server_args, skip_on_older
-from reviewed_arguments import installed
+from scripts.dev.reviewed_arguments import installed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands import preflight

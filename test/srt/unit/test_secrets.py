@@ -20,11 +20,9 @@ from typing import Any
 import pytest
 from sglang.srt.server_args import ServerArgs
 
-import command_line
-import environment
-import result_files
 from harness.found import outcome
 from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
+from scripts import command_line, environment, result_files
 from sglang_gemma4_yoco.commands import redact
 from sglang_gemma4_yoco.commands.console import CommandError, quote_end
 from sglang_gemma4_yoco.commands.main import main

@@ -1,6 +1,6 @@
 """Rehearses what one question needs, and writes the answer as JSON.
 
-    cd test; python -m rehearsal.ask model /tmp/model.json
+    PYTHONPATH=test/srt python -m rehearsal.ask model /tmp/model.json
 
 ``questions.json`` has the questions. Nothing here judges an answer; the tests do.
 """
@@ -18,7 +18,6 @@ from rehearsal.device import Answer
 
 device.load_runtime()
 os.environ["SGLANG_PLUGINS"] = "gemma4_yoco"
-sys.path.append(str(device.HERE.parent / "srt"))  # the tests' harness
 
 from rehearsal import (  # noqa: E402 - after the runtime and the environment
     breakages,

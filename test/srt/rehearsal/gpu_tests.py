@@ -1,6 +1,6 @@
 """A pytest plugin: the tests of ``test/srt/gpu`` run on the rehearsal's device, values computed.
 
-    PYTHONPATH=test python scripts/run_tests.py --gpu -- -p rehearsal.gpu_tests
+    PYTHONPATH=test/srt python scripts/run_tests.py --gpu -- -p rehearsal.gpu_tests
 
 The model is a small one in place of E2B. Tests that need CUPTI, the profiler's library, are left
 out by name. What they print is no measurement: the device is called ``rehearsal``.

@@ -1,0 +1,1 @@
+"""Beside it is what tests import as ``scripts``: pytest puts this folder into ``sys.path``."""

@@ -1,0 +1,1 @@
+"""What is run from the command line, and what these commands share."""

@@ -1,0 +1,1 @@
+"""Measurements, in an environment with SGLang."""

@@ -1,0 +1,1 @@
+"""What is run before a release, and for a new SGLang."""

@@ -1,0 +1,1 @@
+"""What checks pages, and writes them."""
