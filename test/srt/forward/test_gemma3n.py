@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.models.gemma3n_causal import Gemma3nForCausalLM
 from sglang.srt.models.gemma3n_mm import Gemma3nForConditionalGeneration
 from transformers import Gemma3nForCausalLM as HuggingFaceModel
@@ -218,6 +219,15 @@ def test_layers_of_another_class(engine: Engine) -> None:
     assert gemma3n.find_unsupported_reason(model, main) is None
     reason = gemma4.find_unsupported_reason(model, main)
     assert reason == f"layer {CUT} is a Gemma3nDecoderLayer"
+
+
+def test_flashinfer(engine: Engine) -> None:
+    """It cannot run here; for other models it is not known to be right either."""
+    kind = type("FlashInferAttnBackend", (), {})
+    assert gemma3n.find_unsupported_reason(engine.text_model, kind()) == gemma3n.FLASHINFER
+    both = object.__new__(HybridAttnBackend)
+    both.prefill_backend, both.decode_backend = engine.runner.attn_backend, kind()
+    assert gemma3n.find_unsupported_reason(engine.text_model, both) == gemma3n.FLASHINFER
 
 
 # ---------------------------------------------------------------- engines of their own
