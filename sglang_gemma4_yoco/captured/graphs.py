@@ -92,7 +92,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Replay:
-    """A graph, planned for the tail of one batch; used as ``core.tail.EagerTail`` is.
+    """A graph, planned for the tail of one batch; a ``TailRunner``.
 
     Attributes:
         inputs: the graph's, of the kept rows.
@@ -132,6 +132,7 @@ class TailGraphs:
 
     def __init__(self, runner: Any, state: ModelState) -> None:
         """Allocate the inputs."""
+        assert state.attention is not None
         self.state = state
         self._attention = state.attention
         self._backend = state.attention.tail

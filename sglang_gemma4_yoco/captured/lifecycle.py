@@ -39,6 +39,7 @@ def find_reason(runner: Any, state: ModelState) -> str | None:
         return OFF
     if compat.decode_graphs.get_captured_steps(runner) is None:
         return NO_GRAPHS
+    assert state.attention is not None
     if not state.attention.decodes:
         return NOT_DECODING
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None

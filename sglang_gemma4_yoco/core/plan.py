@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.state import ModelState, TailRunner
 from sglang_gemma4_yoco.core.tail import EagerTail, TailBackend
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
 
@@ -24,15 +24,15 @@ class Plan:
         batch: SGLang's ``ForwardBatch``.
         tail: its kept rows, and the batch as the tail sees it.
         attention: the tail's attention backend.
-        runner: runs the tail, whose attention is already planned: an ``EagerTail``, or a
-            ``captured.graphs.Replay``; None for an intermediate chunk, no row of which is read.
+        runner: runs the tail, whose attention is already planned; None for an intermediate chunk,
+            no row of which is read.
         outcome: the name under which ``counters`` counts the forward.
     """
 
     batch: Any
     tail: TailBatch
     attention: TailBackend
-    runner: Any
+    runner: TailRunner | None
     outcome: str
 
 
@@ -75,6 +75,7 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
 def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.Eligible) -> Plan:
     """The plan of an eligible batch, its attention planned."""
     attention = state.attention
+    assert attention is not None, "without a backend of the tail's own no batch is eligible"
     tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
     at_exit = state.replayed_exits is not None
     if eligible.is_intermediate_chunk:
@@ -82,6 +83,7 @@ def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.E
         if at_exit:
             outcome = counters.EXIT_SKIPPED
         return Plan(forward_batch, tail, attention, None, outcome)
+    runner: TailRunner
     if eligible.bucket is None or state.captured is None:
         runner = make_eager_tail(state, forward_batch, tail)
     else:
@@ -94,8 +96,17 @@ def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.E
 
 def make_eager_tail(state: ModelState, forward_batch: Any, tail: TailBatch) -> EagerTail:
     """What launches the tail of this batch layer by layer, its attention planned."""
+    assert state.attention is not None
     metadata = state.attention.plan(forward_batch, tail.fields)
-    return EagerTail(state, forward_batch, tail, metadata)
+    return EagerTail(
+        kind=state.kind,
+        model=state.model,
+        layers=state.tail_layers,
+        batch=forward_batch,
+        tail=tail,
+        attention=state.attention,
+        metadata=metadata,
+    )
 
 
 def take_plan(state: ModelState, forward_batch: Any) -> Plan | str:

@@ -7,18 +7,39 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import TextModel
-from sglang_gemma4_yoco.core.per_layer import can_be_split
+from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
+from sglang_gemma4_yoco.core.tail import TailBackend
 
 #: Where a model has its ``ModelState``.
 STATE_ENTRY = "_yoco_state"
 
 _attached: weakref.WeakSet[ModelState] = weakref.WeakSet()
+
+
+class TailRunner(Protocol):
+    """Runs the tail of one planned batch."""
+
+    @property
+    def outcome(self) -> str:
+        """The name under which ``counters`` counts its forward."""
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """The memory from which it projects its per-layer inputs; None if it is given them."""
+
+    def run(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        get_inputs: Callable[[], torch.Tensor | None],
+    ) -> torch.Tensor:
+        """The kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
 
 
 @dataclass(eq=False)
@@ -32,7 +53,7 @@ class ModelState:
         model: SGLang's text model.
         kind: the file of ``models/`` that knows it.
         unsupported: why none of its batches is cut, or None. Checks replace it for a moment.
-        attention: the tail's own, a ``core.tail.TailBackend``; None if ``unsupported``.
+        attention: the tail's own backend; None if ``unsupported``.
         captured: the captured tail (``captured.graphs.TailGraphs``), if there is one.
         is_capturing: whether the current forward is being captured in a CUDA graph.
         replayed_exits: while SGLang replays a captured prefill, its ``PrefillGraphExits``.
@@ -47,7 +68,7 @@ class ModelState:
     model: Any
     kind: TextModel
     unsupported: str | None
-    attention: Any = None
+    attention: TailBackend | None = None
     captured: Any = None
     replayed_exits: Any = None
     is_capturing: Callable[[], bool] = compat.attention.is_capturing
@@ -83,6 +104,7 @@ class ModelState:
 
     def describe(self) -> str:
         """Where it is cut, and on which attention, for the log and /server_info."""
+        assert self.attention is not None
         main, tail = type(self.attention.main).__name__, type(self.attention.tail).__name__
         described = (
             f"cut inside layer {self.cut_layer}, after its K and V "

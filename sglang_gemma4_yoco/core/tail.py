@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.core.model import TextModel
 from sglang_gemma4_yoco.core.per_layer import Buffers
 from sglang_gemma4_yoco.core.tail_batch import TailBatch, rewrite_batch
 from sglang_gemma4_yoco.replaced import replaced
@@ -73,20 +74,14 @@ class TailBackend:
 
 @dataclass(frozen=True)
 class EagerTail:
-    """Runs the tail of one planned batch: launches each layer.
+    """A ``TailRunner`` that launches each layer; ``metadata`` is what ``attention`` planned."""
 
-    A captured tail (``captured.graphs.Replay``) has the last two attributes and ``run`` as well.
-
-    Attributes:
-        state: the model's ``ModelState``.
-        metadata: what its ``attention`` planned.
-        outcome: the name under which ``counters`` counts its forward.
-        buffers: the memory from which it projects its per-layer inputs; None if it is given them.
-    """
-
-    state: Any
+    kind: TextModel
+    model: Any
+    layers: list[Any]  # S-1 to L-1
     batch: Any
     tail: TailBatch
+    attention: TailBackend
     metadata: Any
     outcome: str = counters.TAIL_EAGER
     buffers: Buffers | None = None
@@ -101,9 +96,8 @@ class EagerTail:
         index = self.tail.index
         kept, kept_positions = rows.index_select(0, index), positions.index_select(0, index)
         fields = {**self.tail.fields, "positions": kept_positions}
-        state, inputs = self.state, get_inputs()
-        with state.attention.running(self.batch, fields, self.metadata):
-            normed: torch.Tensor = state.kind.run_tail(
-                state.model, state.tail_layers, self.batch, kept, kept_positions, inputs
+        inputs = get_inputs()
+        with self.attention.running(self.batch, fields, self.metadata):
+            return self.kind.run_tail(
+                self.model, self.layers, self.batch, kept, kept_positions, inputs
             )
-        return normed

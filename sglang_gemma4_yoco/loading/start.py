@@ -225,6 +225,7 @@ def _decide_decoding(runner: Any, state: ModelState) -> None:
     """
     if not compat.release.is_newer_than_tested():
         return
+    assert state.attention is not None
     checked = Checked(unchecked=check.find_reason())
     if checked.unchecked is None:
         state.attention.decodes = True
