@@ -292,7 +292,8 @@ def _want_logprobs(batch: Any, requests: Sequence[Request], starts: Sequence[int
 
 def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
     """The fields of a batch that say which rows these requests have."""
-    prefixes, lens = [r.cached for r in requests], [len(r.ids) for r in requests]
+    prefixes = [r.cached for r in requests]
+    lens = [len(r.ids) for r in requests]
     slots, positions = list[torch.Tensor](), list[torch.Tensor]()
     for r in requests:
         slots.append(r.slots[r.cached :])
