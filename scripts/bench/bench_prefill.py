@@ -76,6 +76,7 @@ WARM_UP_ROWS = 4096
 # Standard deviation of logits. Below it all are alike, as with SGLang's dummy weights, and then on
 # agrees with off whatever it computes.
 LEAST_SPREAD = 0.01
+GEMMA3N = "GEMMA3N_"  # before the name of one of its presets
 CONTEXT = 64  # cached tokens of a request that decodes along
 
 
@@ -178,6 +179,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     presets = ["E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"]
+    presets += [f"{GEMMA3N}E2B_MINI", f"{GEMMA3N}E4B_MINI"]
     add("--preset", choices=presets, default="E2B_MINI", help="a model with random weights")
     add("--lengths", type=parse_positive, nargs="+", default=[128, 512, 2048, 8192])
     add("--batch-sizes", type=parse_positive, nargs="+", default=[1, 4])
@@ -227,7 +229,7 @@ def build_engine(
         graphs: whether CUDA graphs are on.
         prefills: lengths of the prefills that SGLang captures; it captures no others.
     """
-    from sglang_gemma4_reference import checkpoint
+    from sglang_gemma4_reference import checkpoint, gemma3n
     from sglang_gemma4_reference.engine import Engine
 
     options: dict[str, Any] = {"disable_cuda_graph": True}
@@ -239,7 +241,10 @@ def build_engine(
     if device == "cpu":
         options["dtype"] = "float32"
     path = directory / preset
-    checkpoint.write_checkpoint(path, checkpoint.PRESETS[preset], weights=False)
+    if preset.startswith(GEMMA3N):
+        gemma3n.write_config(path, gemma3n.PRESETS[preset.removeprefix(GEMMA3N)])
+    else:
+        checkpoint.write_checkpoint(path, checkpoint.PRESETS[preset], weights=False)
     with ExitStack() as span:
         if prefills:
             span.enter_context(capturable(device))
@@ -295,10 +300,14 @@ def randomise(engine: Any) -> None:
     """Give the model weights whose answers depend on all of the prompt, which dummies do not."""
     import torch
 
-    from sglang_gemma4_reference import checkpoint
+    from sglang_gemma4_reference import checkpoint, gemma3n
 
     torch.manual_seed(0)
     with torch.no_grad():
+        if hasattr(engine.text_model, "altup_projections"):
+            for name, weight in engine.text_model.named_parameters():
+                gemma3n.randomise(f"model.{name}", weight)
+            return
         for name, weight in engine.text_model.named_parameters():
             checkpoint.randomise(f"model.language_model.{name}", weight)
         for layer in engine.text_model.layers:

@@ -142,6 +142,8 @@ def _prefill_graphs(report: Report, config: Mapping[str, Any], argument: Any) ->
 
 def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
     """Judge what the flags alone decide, by a server's own code; the rest is settled at start."""
+    if compat.server.has_fast_prefill() and not argument(compat.server.FAST_PREFILL):
+        report.add("fast prefill", "this package's serves: SGLang's own is off")
     if argument("model_impl") == "transformers":
         report.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):

@@ -142,10 +142,9 @@ def run_tail(
     """
     residual = rows.transpose(0, 1).contiguous()
 
-    def run_first(hidden_states: torch.Tensor, **call: Any) -> torch.Tensor:
-        del hidden_states
-        first: torch.Tensor = layers[0](hidden_states=residual, **call)
-        return first
+    def run_first(**call: Any) -> Any:
+        call["hidden_states"] = residual
+        return layers[0](**call)
 
     def give_inputs(*_: Any) -> torch.Tensor | None:
         return inputs

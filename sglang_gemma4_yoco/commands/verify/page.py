@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,9 @@ RULES = {
     "exact": "In float32 on a CPU tokens must be equal, and log-probabilities within 1e-3.",
     "noise floor": "Answers are judged by how far stock differs from itself.",
 }
+_TICKS = [float(f"{digit}e{power}") for power in range(-5, 5) for digit in (1, 2, 5)]
+# Where the axes of the picture begin and end, which is 480 wide and 300 high.
+_LEFT, _RIGHT, _BOTTOM, _TOP = 60, 450, 245, 25
 
 
 class Table(NamedTuple):
@@ -137,4 +142,26 @@ def render_page(document: Mapping[str, Any]) -> str:
         servers=SERVERS,
         format_difference=_format_difference,
         format_times=_format_times,
+        **_draw_axes(document["times"]),
     )
+
+
+def _draw_axes(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The axes of several lengths, both logarithmic: where a value is, and the marked seconds."""
+    least = min(point[way]["p20"] for point in points for way in SERVERS)
+    most = max(point[way]["p80"] for point in points for way in SERVERS)
+    ticks = _TICKS[bisect_right(_TICKS, least) - 1 : bisect_right(_TICKS, most) + 1]
+    lengths = [point["tokens"] for point in points]
+    return {
+        "ticks": ticks,
+        "x": _make_scale(lengths[0], lengths[-1], _LEFT, _RIGHT),
+        "y": _make_scale(ticks[0], ticks[-1], _BOTTOM, _TOP),
+    }
+
+
+def _make_scale(low: float, high: float, start: int, end: int) -> Callable[[float], float]:
+    def place(value: float) -> float:
+        share = math.log(value / low) / math.log(high / low)
+        return round(start + share * (end - start), 1)
+
+    return place

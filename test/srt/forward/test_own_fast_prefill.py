@@ -89,6 +89,8 @@ def test_doctor_says_whose_serves(tiny_checkpoint: Path, flag: bool, refusals: l
     with own_fast_prefill.added(), releases.serving(args):
         preflight._judge(report, {}, compat.server.read_argument)
     assert report.refusals == refusals
+    said = [line for line in report.lines if "this package's serves" in line]
+    assert len(said) == (not flag)
 
 
 @pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
