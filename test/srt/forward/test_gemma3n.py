@@ -7,6 +7,8 @@ than Hugging Face's: the oracle is given a window that is one key larger.
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -241,6 +243,16 @@ def test_inside_the_multimodal_model(checkpoint: Path, tmp_path: Path) -> None:
         assert_fast(multimodal, batch)
     _, fast = assert_fast(multimodal, prompts)
     torch.testing.assert_close(fast.output.next_token_logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_another_stream_is_the_active_one(checkpoint: Path, tmp_path: Path) -> None:
+    """That which layers read; in the published models it is the first."""
+    path = Path(shutil.copytree(checkpoint, tmp_path / "second"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"altup_active_idx": 1}))
+    engine = Engine(path, **ENGINE)
+    for prompts in (*BATCHES.values(), CHUNKS):
+        assert_fast(engine, prompts)
 
 
 def test_in_bf16_with_sharp_attention(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
 from harness import typed_secrets
 from harness.doctor import Answer, doctor, environment
@@ -34,6 +35,7 @@ from sglang_gemma4_yoco.loading import patch
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
+INDEX = "index_attention_layers_by_global_id"
 _CPU = ("--device", "cpu", "--dtype", "float32")
 #: By flags or by command line: the exit status, and how the reason begins. SGLang's capture of
 #: prefills is repaired for the backend "breakable" alone; "--enable-lora" needs more than that.
@@ -111,7 +113,7 @@ def test_prefill_graphs_of_multimodal_models(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], refused: bool
 ) -> None:
     """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
-    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: True)
+    monkeypatch.delattr(cuda_graph_setup, INDEX, raising=False)
     report = Report()
     config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))
     with releases.published(cuda_graph_config=config):
@@ -231,7 +233,7 @@ def test_prefill_graphs_that_are_repaired(
     lines: list[str],
 ) -> None:
     """As at start: named by the operator, by a plugin that is there, and not switched off."""
-    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: False)
+    monkeypatch.setattr(cuda_graph_setup, INDEX, None, raising=False)
     monkeypatch.setattr(patch, "installed", installed)
     with prefill_graphs(Backend.BREAKABLE, named):
         found, refusals = lines_and_refusals(switch)
@@ -293,6 +295,24 @@ def test_plugins_that_are_left_out_are_named(monkeypatch: pytest.MonkeyPatch) ->
         command._discovery(report)
         assert report.lines[-1].endswith(f"{allowed}; left out: {left_out}")
         assert report.refusals == []
+
+
+TOO_OLD = """
+    import importlib.metadata as metadata
+    real = metadata.version
+    metadata.version = lambda name: "0.5.16" if name == "sglang" else real(name)
+"""
+
+
+def test_a_plugin_that_refuses_this_sglang(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """SGLang loads it as a server does, and its reason is doctor's."""
+    [answer], _ = doctor(
+        tmp_path,
+        ("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
+        PYTHONPATH=python_path(plugin(tmp_path / "path", "a_version", TOO_OLD)),
+    )
+    assert (answer.status, answer.document["active"]) == (1, False)
+    assert answer.document["reason"].startswith("SGLang 0.5.16 is not in the supported range")
 
 
 def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
