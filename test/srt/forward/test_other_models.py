@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from harness.batches import BATCHES, new_rows
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
@@ -70,6 +71,25 @@ def test_a_draft_model_is_never_touched(
         assert_never_touched(engine)
     restarted()
     assert_fast(engine)
+
+
+class Derived(Gemma4TextModel):
+    """An operator's own text model."""
+
+
+def test_a_derived_text_model_that_is_trusted(
+    engine: Engine,
+    restarted: Callable[..., None],
+    setting: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is cut as the model that it is derived from."""
+    setting(trust=(__name__,))
+    with monkeypatch.context() as derived:
+        derived.setattr(engine.text_model, "__class__", Derived)
+        restarted()
+        assert_fast(engine)
+    restarted()
 
 
 def test_projections_with_a_bias(tmp_path: Path) -> None:

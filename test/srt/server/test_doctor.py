@@ -298,9 +298,8 @@ def test_plugins_that_are_left_out_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 TOO_OLD = """
-    import importlib.metadata as metadata
-    real = metadata.version
-    metadata.version = lambda name: "0.5.16" if name == "sglang" else real(name)
+    from sglang_gemma4_yoco import plugin
+    plugin.version = lambda name: "0.5.16"
 """
 
 
