@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.models.gemma3n_causal import Gemma3nForCausalLM
 from sglang.srt.models.gemma3n_mm import Gemma3nForConditionalGeneration
 from transformers import Gemma3nForCausalLM as HuggingFaceModel
@@ -37,10 +38,12 @@ from harness.random_batches import (
     intermediate_chunks,
     last_rows,
 )
+from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n as reference
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 from sglang_gemma4_yoco.replaced import replaced
 
@@ -226,6 +229,16 @@ def test_flashinfer(engine: Engine) -> None:
     both = object.__new__(HybridAttnBackend)
     both.prefill_backend, both.decode_backend = engine.runner.attn_backend, kind()
     assert gemma3n.find_unsupported_reason(engine.text_model, both) == gemma3n.FLASHINFER
+
+
+def test_no_exit_is_noted_in_captured_prefills(engine: Engine) -> None:
+    """Nobody has tried exits of these models: their captured prefills run to their end."""
+    with (
+        prefill_graphs(Backend.BREAKABLE, "breakable"),
+        start.set_up_after_capture(engine.runner, engine.text_model),
+    ):
+        assert "forward" not in vars(engine.text_model.layers[CUT])
+    assert_fast(engine)
 
 
 # ---------------------------------------------------------------- engines of their own

@@ -77,6 +77,13 @@ def test_verdicts(answers: Answers, call: str, verdict: tuple[int, str]) -> None
     assert answer.err == ""
 
 
+def test_a_refusal_stands_whatever_else_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(refusals=["refused"], unknowns=["unknown"])
+    report.show(as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (report.exit_status, document["active"], document["reason"]) == (1, False, "refused")
+
+
 def test_what_is_known_of_a_server(answers: Answers) -> None:
     found = answers[0][""].document
     assert set(ENTRIES) <= found.keys()
