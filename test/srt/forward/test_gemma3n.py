@@ -7,6 +7,8 @@ than Hugging Face's: the oracle is given a window that is one key larger.
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.models.gemma3n_causal import Gemma3nForCausalLM
 from sglang.srt.models.gemma3n_mm import Gemma3nForConditionalGeneration
 from transformers import Gemma3nForCausalLM as HuggingFaceModel
@@ -35,11 +38,13 @@ from harness.random_batches import (
     intermediate_chunks,
     last_rows,
 )
+from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n as reference
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 from sglang_gemma4_yoco.replaced import replaced
 
@@ -230,6 +235,16 @@ def test_flashinfer(engine: Engine) -> None:
     assert gemma3n.find_unsupported_reason(engine.text_model, both) == gemma3n.FLASHINFER
 
 
+def test_no_exit_is_noted_in_captured_prefills(engine: Engine) -> None:
+    """Nobody has tried exits of these models: their captured prefills run to their end."""
+    with (
+        prefill_graphs(Backend.BREAKABLE, "breakable"),
+        start.set_up_after_capture(engine.runner, engine.text_model),
+    ):
+        assert "forward" not in vars(engine.text_model.layers[CUT])
+    assert_fast(engine)
+
+
 # ---------------------------------------------------------------- engines of their own
 
 
@@ -245,6 +260,16 @@ def test_inside_the_multimodal_model(checkpoint: Path, tmp_path: Path) -> None:
         assert_fast(multimodal, batch)
     _, fast = assert_fast(multimodal, prompts)
     torch.testing.assert_close(fast.output.next_token_logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_another_stream_is_the_active_one(checkpoint: Path, tmp_path: Path) -> None:
+    """That which layers read; in the published models it is the first."""
+    path = Path(shutil.copytree(checkpoint, tmp_path / "second"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"altup_active_idx": 1}))
+    engine = Engine(path, **ENGINE)
+    for prompts in (*BATCHES.values(), CHUNKS):
+        assert_fast(engine, prompts)
 
 
 def test_in_bf16_with_sharp_attention(tmp_path: Path) -> None:

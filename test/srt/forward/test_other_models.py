@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from harness.batches import BATCHES, new_rows
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
@@ -31,7 +32,6 @@ def engine_of(path: Path, shape: Gemma4Shape, **arguments: Any) -> Engine:
 def assert_never_touched(engine: Engine) -> None:
     """Nothing is known of its model: SGLang's own forward runs, and nothing is counted."""
     assert state.find_state(engine.text_model) is None
-    assert start.get_state(engine.text_model).unsupported == start.NO_SHARED_LAYERS
     assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
     seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     total = new_rows(TWO_PROMPTS)
@@ -40,7 +40,9 @@ def assert_never_touched(engine: Engine) -> None:
 
 
 def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
-    assert_never_touched(engine_of(tmp_path, replace(E2B_TINY, kv_shared_layers=0, layers=5)))
+    engine = engine_of(tmp_path, replace(E2B_TINY, kv_shared_layers=0, layers=5))
+    assert start.get_state(engine.text_model).unsupported == start.NO_SHARED_LAYERS
+    assert_never_touched(engine)
 
 
 def test_a_model_of_shared_layers_alone_is_never_touched(
@@ -53,9 +55,42 @@ def test_a_model_of_shared_layers_alone_is_never_touched(
     with monkeypatch.context() as assistant:
         assistant.setattr(config, "num_kv_shared_layers", config.num_hidden_layers)
         restarted()
+        assert start.get_state(engine.text_model).unsupported == start.NO_SHARED_LAYERS
         assert_never_touched(engine)
     restarted()
     assert_fast(engine)
+
+
+def test_a_draft_model_is_never_touched(
+    engine: Engine, restarted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a Gemma 4 with shared layers too, in the process of the model that is served."""
+    start.get_state(engine.text_model).close()
+    with monkeypatch.context() as draft:
+        draft.setattr(engine.runner, "is_draft_worker", True)
+        restarted()
+        assert_never_touched(engine)
+    restarted()
+    assert_fast(engine)
+
+
+class Derived(Gemma4TextModel):
+    """An operator's own text model."""
+
+
+def test_a_derived_text_model_that_is_trusted(
+    engine: Engine,
+    restarted: Callable[..., None],
+    setting: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is cut as the model that it is derived from."""
+    setting(trust=(__name__,))
+    with monkeypatch.context() as derived:
+        derived.setattr(engine.text_model, "__class__", Derived)
+        restarted()
+        assert_fast(engine)
+    restarted()
 
 
 def test_projections_with_a_bias(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ padding into the cache, for example, unless the batch says how many of them are 
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 from typing import Any
 
@@ -129,7 +130,9 @@ def test_what_every_batch_of_a_server_captures(
     name = "get_server_return_hidden_states_mode"
     if not hasattr(forward_batch_info, name):
         pytest.skip("in this SGLang a batch captures what its requests want")
-    monkeypatch.setattr(forward_batch_info, name, lambda *_: mode)
+    # With the parameters of this SGLang's own.
+    of_server = functools.wraps(getattr(forward_batch_info, name))(lambda *_: mode)
+    monkeypatch.setattr(forward_batch_info, name, of_server)
     prompts, _ = KINDS["one request"]
     theirs = of_sglang(engine, prompts)
     assert theirs.capture_hidden_mode is mode

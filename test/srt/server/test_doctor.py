@@ -34,6 +34,7 @@ from sglang_gemma4_yoco.loading import patch
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
+INDEX = "index_attention_layers_by_global_id"
 _CPU = ("--device", "cpu", "--dtype", "float32")
 #: By flags or by command line: the exit status, and how the reason begins. SGLang's capture of
 #: prefills is repaired for the backend "breakable" alone; "--enable-lora" needs more than that.
@@ -90,6 +91,13 @@ def test_the_sample_in_the_documents(tmp_path: Path) -> None:
         text = re.sub(r"^(  (?:torch|python) +)\S+$", r"\1...", text, flags=re.MULTILINE)
         shown.append(re.sub(r"gemma4_(?:row_trace|tail_failures), ", "", text))
     assert shown[0] == shown[1]
+
+
+def test_a_refusal_stands_whatever_else_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(refusals=["refused"], unknowns=["unknown"])
+    report.show(as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (report.exit_status, document["active"], document["reason"]) == (1, False, "refused")
 
 
 def test_what_is_known_of_a_server(answers: Answers) -> None:
@@ -282,6 +290,23 @@ def test_plugins_that_are_loaded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         command._discovery(report)
         assert report.lines[-1].endswith(f"  {allowed}")
         assert bool(report.refusals) is is_refused
+
+
+TOO_OLD = """
+    from sglang_gemma4_yoco import plugin
+    plugin.version = lambda name: "0.5.16"
+"""
+
+
+def test_a_plugin_that_refuses_this_sglang(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """SGLang loads it as a server does, and its reason is doctor's."""
+    [answer], _ = doctor(
+        tmp_path,
+        ("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
+        PYTHONPATH=python_path(plugin(tmp_path / "path", "a_version", TOO_OLD)),
+    )
+    assert (answer.status, answer.document["active"]) == (1, False)
+    assert answer.document["reason"].startswith("SGLang 0.5.16 is not in the supported range")
 
 
 def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -191,3 +192,19 @@ def test_metrics_that_cannot_be_made_cost_nothing(caplog: pytest.LogCaptureFixtu
     assert "its metrics are not collected" in record.getMessage()
     counters.count_ineligible("a reason", 3)
     assert counters.forwards == {"a reason": 1}
+
+
+def test_metrics_that_break_are_not_tried_again(said: Callable[..., list[str]]) -> None:
+    """Forwards go on, and are counted; what has broken is said once."""
+    calls = []
+
+    def observe() -> None:
+        calls.append(counters.forwards["LoRA"])
+        raise OSError
+
+    counters.observers.append(observe)
+    for _ in range(2):
+        counters.count_ineligible("LoRA", 7, logged=False)
+    assert calls == [1]
+    assert counters.forwards["LoRA"] == 2
+    assert said() == ["Gemma 4 fast prefill: its metrics are no longer collected: OSError()"]
