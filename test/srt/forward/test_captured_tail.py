@@ -416,21 +416,6 @@ def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> No
         assert len(graph.undeclared(without_rows, planned)) == 1
 
 
-def test_new_weights_are_captured_anew(engine: Engine, tail: TailGraphs) -> None:
-    """As SGLang does after an update of weights: ``init_decode_cuda_graph`` once more."""
-    weight = engine.text_model.layers[-1].mlp.down_proj.weight
-    old = weight.data
-    try:
-        weight.data = old.flip(0)
-        again = record_tail(engine, MOST)
-        assert again is not tail
-        assert tail.rows == ()
-        assert_replayed(engine, TWO_PROMPTS)
-    finally:
-        weight.data = old
-        lifecycle.drop_tail(start.get_state(engine.text_model), lifecycle.NOT_YET)
-
-
 # ---------------------------------------------------------------- it proves itself
 
 
@@ -453,19 +438,6 @@ def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> 
     assert min(reached) > E2B_TINY.sliding_window
 
 
-def test_a_graph_that_differs_is_not_used(
-    engine: Engine, tail: TailGraphs, said: Callable[..., list[str]]
-) -> None:
-    """As if its last node but one were lost."""
-    del recorded(tail)[2]._calls[-2]
-    try:
-        assert tail_graphs.check_graphs(tail, engine.runner) == tail_graphs.DIFFERS
-        [line] = said(logging.ERROR)
-        assert "the tail captured for 2 rows differs" in line
-    finally:
-        lifecycle.drop_tail(start.get_state(engine.text_model), lifecycle.NOT_YET)
-
-
 # ---------------------------------------------------------------- failures
 
 
@@ -481,16 +453,6 @@ def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
         record_tail(engine, MOST)
     assert known.captured is None
     assert_fast(engine, TWO_PROMPTS)
-
-
-def test_a_failing_replay_is_served_by_stock(engine: Engine, tail: TailGraphs) -> None:
-    scheduled = engine.schedule(TWO_PROMPTS)
-    with mock.patch.object(tail._captured, "replay", side_effect=InjectedError):
-        _, fast = both_ways(engine, scheduled, 0.0)
-    total = sum(scheduled.extend_lens)
-    assert fast.rows == [total] * FIRST_CUT + [total] * LAYERS
-    assert outcomes() == {counters.FAILED: 1}
-    assert_replayed(engine, TWO_PROMPTS)
 
 
 # ---------------------------------------------------------------- when, and what is logged
@@ -593,26 +555,6 @@ def test_the_refused_arguments_are_these() -> None:
     """And SGLang has them."""
     assert {*lifecycle._UNSUPPORTED} == {*REFUSED_ARGUMENTS, "SGLANG_ENABLE_GRAPH_POOL_BORROW"}
     assert releases.unknown_arguments(REFUSED_ARGUMENTS) == []
-
-
-def test_it_is_logged_once(
-    engine: Engine, known: ModelState, said: Callable[..., list[str]]
-) -> None:
-    record_tail(engine, MOST)
-    for _ in range(2):
-        assert_replayed(engine, TWO_PROMPTS)
-    [captured] = [line for line in said() if "the tail is captured" in line]
-    [_] = [line for line in said() if "is active" in line]
-    assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in captured
-    assert known.report["tail"] == f"captured for up to {MOST} rows"
-
-
-def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
-    """New backends, new buffers: what was captured on the old ones is let go."""
-    engine.runner.init_attention_backends()
-    assert tail.rows == ()
-    assert start.get_state(engine.text_model).captured is None
-    assert_fast(engine, TWO_PROMPTS)
 
 
 def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGraphs) -> None:

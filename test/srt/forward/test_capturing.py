@@ -15,7 +15,6 @@ import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 
 from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
 from harness.observe import assert_stock as assert_all_rows
@@ -25,7 +24,7 @@ from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core.forward import wrap_model_forward
 from sglang_gemma4_yoco.core.state import STATE_ENTRY
-from sglang_gemma4_yoco.loading import limits, start
+from sglang_gemma4_yoco.loading import limits
 
 ERRORS = {
     captured_prefills.SHARED_LAYER_IDS: "invalid or duplicate attention layer_id",
@@ -62,19 +61,6 @@ def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
 def replaying(backend: str) -> CudaGraphConfig:
     """A server whose prefills would be replayed."""
     return CudaGraphConfig(prefill=PhaseConfig(backend=backend, bs=[4, 8]))
-
-
-def test_nothing_is_said_without_prefill_graphs(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No line for graphs of decode steps alone, nor for what SGLang has left out by itself."""
-    assert type(engine.runner.prefill_cuda_graph_runner) is EagerRunner
-    with (
-        caplog.at_level("INFO", "sglang_gemma4_yoco"),
-        start.set_up_after_capture(engine.runner, engine.text_model),
-    ):
-        pass
-    assert not [m for m in caplog.messages if "prefill CUDA graphs" in m or "exits" in m]
 
 
 # ---------------------------------------------------------------- what SGLang replays wrongly

@@ -39,12 +39,12 @@ from harness.observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log, switched
-from sglang_gemma4_yoco import compat, counters, log
+from sglang_gemma4_yoco import counters, log
 from sglang_gemma4_yoco.core import eligibility, forward, plan
 from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
-from sglang_gemma4_yoco.loading import patch, start
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
@@ -353,12 +353,6 @@ def test_decode_goes_straight_through(
     assert fast.rows == stock.rows == [2] * LAYERS
     assert set(map(id, fast.backends)) == {id(attention.main)}
     assert_same_answers(stock, fast, TOLERANCE)
-
-
-def test_a_second_copy_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch, "installed", {})
-    with pytest.raises(compat.release.IncompatibleError, match="is it patched already"):
-        patch.patch_sglang()
 
 
 def test_each_reason_is_logged_once(engine: Engine, said: Callable[..., list[str]]) -> None:

@@ -24,7 +24,7 @@ from sglang.srt.models.gemma3n_mm import Gemma3nForConditionalGeneration
 from transformers import Gemma3nForCausalLM as HuggingFaceModel
 
 from harness.batches import BATCHES, batch_of
-from harness.checking import audited, checked, counts
+from harness.checking import audited, checked, counts, find_defect
 from harness.decode_graphs import record_tail
 from harness.forwards import CHUNKS, ENGINE, NEEDS_GRAPHS, assert_fast, assert_stock, state_of
 from harness.observe import assert_same_cache, run
@@ -127,20 +127,6 @@ def test_images_run_as_stock(engine: Engine, batches_with: Callable[..., None]) 
 
 
 # ---------------------------------------------------------------- the check at start, and audits
-
-
-def test_the_check_at_start(engine: Engine) -> None:
-    found = checked(engine)
-    assert found.worst is not None
-    assert found.worst.excess < 0.5
-
-
-def find_defect(engine: Engine) -> str:
-    """What the check finds, which is a defect."""
-    found = checked(engine)
-    assert found.worst is not None
-    assert found.worst.excess > 4
-    return found.worst.what
 
 
 def test_it_finds_a_window_that_is_one_key_short(

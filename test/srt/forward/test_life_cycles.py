@@ -11,12 +11,10 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from sglang.srt.managers.scheduler_components import weight_updater
 from harness import prefill_exits
 from harness.batches import batch_of
 from harness.forwards import ENGINE
-from harness.layer_rows import LAYERS
 from harness.observe import without_padding
 from harness.prefill_exits import assert_served_alike, close, run
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
@@ -37,7 +34,6 @@ from sglang_gemma4_reference.recorder import RecordedGraph
 from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.exits import capture, exits
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = [
@@ -255,26 +251,6 @@ def test_ten_times_leave_what_one_leaves(engine: Engine, cycle: Callable[[Engine
 
 
 # ---------------------------------------------------------------- graphs anew, while it serves
-
-
-def test_exits_that_are_closed_at_a_recapture(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Those of the graphs before, which are the same ones, are not taken any more."""
-    stock = exits.replay_to_exit
-
-    def with_other_values(graph: Any) -> capture.ExitPoint:
-        point = stock(graph)
-        return replace(point, values=point.values * 1.001)
-
-    with mock.patch.object(exits, "replay_to_exit", with_other_values):
-        capture_decode_steps(engine)
-    assert "exits from captured prefills are closed: the check found" in caplog.text
-    seen = run(engine, engine.schedule(TO_THE_EXIT), fast=True)
-    assert seen.segments == LAYERS + 1
-    assert seen.outcomes == {eligibility.EXITS_CLOSED: 1}
-    capture_decode_steps(engine)
-    assert_served_at_the_exit(engine)
 
 
 def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:

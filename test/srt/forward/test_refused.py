@@ -25,7 +25,6 @@ from harness.batches import batch_of
 from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
 from harness.layer_rows import FIRST_CUT, LAYERS, cut
 from harness.observe import TOLERANCE, both_ways
-from harness.stand_ins import halved_weights
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import compat, counters
@@ -55,17 +54,6 @@ def test_a_refused_server_logs_why_and_plans_nothing(
     assert_stock(engine, reason)
     restarted()
     assert_fast(engine)
-
-
-def test_layers_whose_rows_may_depend_on_each_other(
-    engine: Engine, restarted: Callable[..., None], said: Callable[..., list[str]]
-) -> None:
-    reason = "rows of Doubled may depend on each other"
-    with halved_weights(engine.text_model.layers[-1].mlp.down_proj):
-        restarted()
-        [line] = said()
-        assert line == f"Gemma 4 fast prefill falls back to stock for this server: {reason}"
-        assert_stock(engine, reason)
 
 
 @pytest.mark.parametrize("name", ["engram_history", "encoder_lens", "dimensions"])

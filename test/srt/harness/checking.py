@@ -87,3 +87,11 @@ def tensors_unchanged(engine: Engine) -> Iterator[None]:
 def counts() -> tuple[int, int]:
     """Of all audits so far, those that agree and those that found a defect."""
     return counters.audits.agree, counters.audits.differ
+
+
+def find_defect(engine: Engine) -> str:
+    """What the check finds, which is a defect."""
+    found = checked(engine)
+    assert found.worst is not None
+    assert found.worst.excess > 4
+    return found.worst.what

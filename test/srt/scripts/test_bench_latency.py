@@ -39,8 +39,3 @@ def test_times_are_reported_by_mean_and_percentiles() -> None:
     line = bench_latency.describe_run(runs[0] | {"batches": bench_latency.batch_sizes(LOG)})
     assert "first token after 200 ms (mean; median 100, p95 650, p99 1010)" in line
     assert "requests of a prefill: 2.0 (mean of 2)" in line
-
-
-def test_three_rates_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["bench_latency.py"])
-    assert len(bench_latency.parse_arguments().rates) == 3

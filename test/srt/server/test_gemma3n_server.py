@@ -12,7 +12,6 @@ from harness.ask import (
     chat,
     compare,
     generate,
-    next_turn,
     one_by_one,
     prompts_of,
     tokens,
@@ -70,16 +69,11 @@ def test_a_batch(servers: Pair) -> None:
     assert_same_answers(both)
 
 
-def test_turns_of_a_chat(servers: Pair) -> None:
+def test_a_chat(servers: Pair) -> None:
     both = compare(servers, lambda server: [chat(server, "Who reads these rows?" * 3)])
     [prefill] = both.prefills
     assert prefill.rows == cut(sum(prefill.extend_lens), 1)
     assert_same_answers(both)
-    turns = compare(
-        servers, lambda server: next_turn(server, tokens(60, seed=5), tokens(30, seed=6))
-    )
-    assert turns.on[1].cached_tokens > 60
-    assert_same_answers(turns)
 
 
 def test_status(servers: Pair, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from argparse import Namespace
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from html import unescape
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -397,71 +395,6 @@ def test_the_switch_is_checked(
     with pytest.raises(servers.WrongPathError) as error:
         servers.check_switch(server)
     assert wrong in str(error.value)
-
-
-class Drifting(StandIn):
-    """A server whose log-probabilities move by so much each time that it is sent a prompt."""
-
-    def __init__(self, fast: bool, directory: Path, drift: float, shift: float) -> None:
-        super().__init__(fast, directory, {**(CUT if fast else OFF), "forwards": {}})
-        self._drift, self._shift = drift, shift
-        self._sent: Counter[str] = Counter()
-
-    def states(self) -> list[dict[str, Any]]:
-        [state] = super().states()
-        state[status.ENTRY]["forwards"] = {
-            counters.TAIL_EAGER if self.fast else "off": self._sent.total()
-        }
-        return [state | {"dtype": "float32", "chunked_prefill_size": 1024}]
-
-    def get(self, _: str) -> Any:
-        return {}
-
-    def forget_prefixes(self) -> None:
-        pass
-
-    def generate(self, **body: Any) -> Any:
-        time.sleep(1e-3)
-        prompt = json.dumps(body)
-        logprob = -1.0 - self._shift - self._drift * self._sent[prompt]
-        self._sent[prompt] += 1
-        token = [logprob, 1, None]
-        about = {"cached_tokens": 0, "output_token_logprobs": [token]}
-        return {"meta_info": about | {"output_top_logprobs": [[token]]}}
-
-
-@pytest.mark.parametrize(
-    ("drift", "shift", "code", "verdict"),
-    [
-        (0.0, 0.0, 0, "Fast prefill was active, and the answers agree."),
-        (0.0, 0.2, 1, "Fast prefill was active, and the answers do NOT agree."),
-        (0.2, 0.2, 0, "Fast prefill was active, and its answers differ no more than stock's own."),
-    ],
-)
-def test_what_stock_does_twice_is_not_blamed_on_the_fast_path(
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    drift: float,
-    shift: float,
-    code: int,
-    verdict: str,
-) -> None:
-    """The whole command, in float32 on a CPU, with servers that answer as they are told to."""
-    both = Drifting(False, tmp_path, drift, 0.0), Drifting(True, tmp_path, drift, shift)
-    monkeypatch.setattr(servers, "make_pair", lambda *_, **__: both)
-    monkeypatch.setattr(servers, "run_servers", lambda *_, **__: nullcontext())
-    command = [*VERIFY[3:], "--model-path", str(tiny_checkpoint), *QUICK, "--output"]
-    assert main([*command, str(tmp_path / "out")]) == code
-    out = capsys.readouterr().out
-    assert verdict in out
-    noise = "Stock differs from itself in identical batches, which is not fast prefill's doing."
-    page = unescape((tmp_path / "out" / "verify.html").read_text())
-    assert (noise in out) is (noise in page) is (drift > 0)
-    document = json.loads(out.splitlines()[-1])
-    assert bool(document["stock_differs"]) is (drift > 0)
-    assert bool(document["problems"]) is (code == 1)
 
 
 # ---------------------------------------------------------------- what cannot be verified

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands import https, main
 from sglang_gemma4_yoco.commands.console import CommandError
-from sglang_gemma4_yoco.commands.verify import page, prompts, servers
+from sglang_gemma4_yoco.commands.verify import page, prompts
 from sglang_gemma4_yoco.commands.verify.compare import Answer, Comparison, Position, Times
 from sglang_gemma4_yoco.commands.verify.compare import find_problems as sentences
 from sglang_gemma4_yoco.commands.verify.prompts import Prompt
@@ -113,11 +112,6 @@ def test_help_names_the_variable_of_the_key(capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit):
             main.main([command, "--help"])
         assert https.API_KEY in capsys.readouterr().out
-
-
-def test_free_ports() -> None:
-    for port in {*servers.find_free_ports(2)}:
-        socket.create_server(("127.0.0.1", port)).close()
 
 
 # ---------------------------------------------------------------- distances
