@@ -35,7 +35,6 @@ from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -148,20 +147,6 @@ def test_a_donor_of_another_kind_refuses_the_server(
             assert_stock(engine, reason)
     engine.runner.init_attention_backends()
     assert_fast(engine)
-
-
-@pytest.mark.parametrize(("first", "inside"), [(2, True), (1, False)])
-def test_a_donor_without_a_layer_before_it_is_left_alone(
-    engine: Engine, first: int, inside: bool
-) -> None:
-    """Its residual is the caller's. No server has this: SGLang requires layers of both kinds, each
-    with a donor."""
-    config = SimpleNamespace(num_hidden_layers=LAYERS, num_kv_shared_layers=LAYERS - first)
-    model = SimpleNamespace(config=config, layers=engine.text_model.layers)
-    if inside:
-        assert gemma4.find_unsupported_reason(model, None) is None
-    else:
-        assert gemma4.find_unsupported_reason(model, None) == "there is no layer before the donor"
 
 
 # ---------------------------------------------------------------- what comes to the cut

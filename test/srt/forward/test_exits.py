@@ -138,12 +138,6 @@ def test_random_batches(engine: Engine) -> None:
     assert not {eligibility.EXITS_CLOSED, plan.NOT_PLANNED, counters.FAILED} & set(outcomes)
 
 
-@pytest.mark.parametrize("rows", [8, 15, 16, 17, 65, 128])
-def test_padded_rows(engine: Engine, rows: int) -> None:
-    """A bucket that is full, one row short of it, or half empty."""
-    assert assert_served_alike(engine, batch_of((0, rows))) == counters.EXIT_CAPTURED
-
-
 @pytest.mark.parametrize("rows", [7, 129])
 def test_lengths_without_a_bucket(engine: Engine, rows: int) -> None:
     """SGLang runs them eagerly, and they are cut as ever."""

@@ -46,7 +46,6 @@ from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.models import gemma3n, gemma4
-from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -129,27 +128,6 @@ def test_images_run_as_stock(engine: Engine, batches_with: Callable[..., None]) 
 # ---------------------------------------------------------------- the check at start, and audits
 
 
-def test_it_finds_a_window_that_is_one_key_short(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the tail's decode steps alone."""
-    for layer in engine.text_model.layers[CUT:]:
-        attention = layer.self_attn.attn
-        if attention.sliding_window_size > 0:
-            shorter = partial(attend_with_a_key_less, attention, attention.forward)
-            monkeypatch.setitem(attention.__dict__, "forward", shorter)
-    assert find_defect(engine).startswith("mean of the values")
-
-
-def attend_with_a_key_less(attention: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
-    """``RadixAttention.forward``."""
-    window = attention.sliding_window_size
-    if kwargs["forward_batch"].forward_mode.is_decode():
-        window -= 1
-    with replaced(attention, sliding_window_size=window):
-        return stock(*args, **kwargs)
-
-
 def test_it_finds_other_keys_and_values(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a stream itself, not of what the donor predicts."""
 
@@ -205,11 +183,6 @@ def test_a_loop_that_is_another_one() -> None:
         assert model.layers == [layer] * 3
 
 
-def test_layers_of_another_class(engine: Engine) -> None:
-    model, main = engine.text_model, engine.runner.attn_backend
-    assert gemma3n.find_unsupported_reason(model, main) is None
-    reason = gemma4.find_unsupported_reason(model, main)
-    assert reason == f"layer {CUT} is a Gemma3nDecoderLayer"
 
 
 def test_flashinfer(engine: Engine) -> None:

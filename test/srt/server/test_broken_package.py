@@ -27,12 +27,10 @@ def _narrow(tail):
 """
 # In ``loading/start.py`` these become those: the tail's window is one key short, what most
 # tolerances would hide.
+BUILT = "compat.attention.build_backend(runner, model.layers)"
 CHANGES = {
-    "import logging\n": "import logging\nfrom copy import copy\n",
-    "tail = compat.build_attn_backend(runner)\n": (
-        "tail = _narrow(compat.build_attn_backend(runner))\n"
-    ),
-    "def of(model": f"{NARROW}\n\ndef of(model",
+    "import logging\n": f"import logging\nfrom copy import copy\n{NARROW}",
+    BUILT: f"_narrow({BUILT})",
 }
 
 

@@ -268,14 +268,12 @@ def registered(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a checkout that was never installed: SGLang would not find it."""
     monkeypatch.delenv(command.RESTRICTION, raising=False)
-    remedy = "the plugin is not registered in this environment: "
-    remedy += "pip install --no-deps . in a checkout of it"
-    for names, refusals in ((["another"], [remedy]), (["another", "gemma4_yoco"], [])):
-        registered(monkeypatch, *names)
-        report = Report()
-        command._discovery(report)
-        assert report.refusals == refusals
-        assert report.entries["plugins"]["found"] == sorted(names)
+    registered(monkeypatch, "another")
+    report = Report()
+    command._discovery(report)
+    remedy = "pip install --no-deps . in a checkout of it"
+    assert report.refusals == [f"the plugin is not registered in this environment: {remedy}"]
+    assert report.entries["plugins"]["found"] == ["another"]
 
 
 def test_plugins_that_are_loaded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,18 +322,10 @@ def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """All that is wrong is named at once, and the first of it is the reason."""
-    wrong = {
-        "MIN_SKIPPED_ROWS": ("few", "a whole number from 1"),
-        "GRAPH_ROWS": ("all", "a whole number from 0"),
-        "SELF_CHECK": ("on", "1 or 0"),
-        "AUDIT": ("often", "a whole number from 0"),
-        "AUDIT_STRICT": ("very", "1 or 0"),
-        "PREFILL_GRAPHS": ("some", "1 or 0"),
-        "TRUST": ("their model", "names of Python modules or classes"),
+    variables = {
+        f"{settings.SWITCH}_MIN_SKIPPED_ROWS": "few",
+        f"{settings.SWITCH}_TRUST": "their model",
     }
-    variables = {}
-    for name, (value, _) in wrong.items():
-        variables[f"{settings.SWITCH}_{name}"] = value
     [answer], _ = doctor(
         tmp_path,
         ("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
@@ -343,9 +333,8 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> No
     )
     *invalid, plugins = answer.document["refusals"]
     assert (answer.status, answer.document["reason"]) == (1, invalid[0])
-    for (name, (value, accepted)), refusal in zip(wrong.items(), invalid, strict=True):
-        start = f"{settings.SWITCH}_{name}={value!r} is not a valid value: use {accepted}"
-        assert refusal.startswith(start)
+    for (name, value), refusal in zip(variables.items(), invalid, strict=True):
+        assert refusal.startswith(f"{name}={value!r} is not a valid value: use ")
     assert plugins == "SGLANG_PLUGINS=gemma4_row_trace leaves gemma4_yoco out: add it, or unset it"
     assert answer.document["settings"].items() >= variables.items()
 

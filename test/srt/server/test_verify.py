@@ -314,14 +314,6 @@ def prompts_for(server: Server) -> list[prompts.Prompt]:
     return verify.fit_prompts({}, args, tokenizer, server)
 
 
-def test_one_prompt_does_not_fit_into_a_chunk(on_server: Server) -> None:
-    """By the servers' own chunk: the first of two chunks needs no row of the tail."""
-    [long] = [prompt for prompt in prompts_for(on_server) if prompt.kind == prompts.CHUNKS]
-    before = on_server.forwards()[counters.TAIL_SKIPPED]
-    on_server.generate(**long.request())
-    assert on_server.forwards()[counters.TAIL_SKIPPED] == before + 1
-
-
 def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
     on_server.forget_prefixes()
     prompt = prompts.Prompt(prompts.TIMED, {"input_ids": list(range(10, 137))}, 1)

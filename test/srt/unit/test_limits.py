@@ -7,8 +7,8 @@ server runs as stock is shown once on a runner (``forward/test_refused``) and on
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -222,15 +222,7 @@ def test_every_argument_that_is_read_is_judged() -> None:
 
     Else a newer SGLang's other name for it would not be missed.
     """
-    read = set()
-    for node in ast.walk(ast.parse(inspect.getsource(limits))):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and (node.func.id == "argument")
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            read.add(str(node.args[0].value))
+    read = set(re.findall(r'\bargument\("(\w+)"\)', inspect.getsource(limits)))
     arguments = set()
     for name in limits._JUDGED_BY_VALUE:
         if not name.isupper():
@@ -622,9 +614,7 @@ def classes_of_this_release() -> set[str]:
     ]
     found: set[str] = set()
     for source in sources:
-        for node in ast.walk(ast.parse(source.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found.add(node.name)
+        found.update(re.findall(r"^ *class (\w+)", source.read_text(), re.MULTILINE))
     return found
 
 
