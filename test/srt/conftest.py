@@ -252,13 +252,9 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     caplog.set_level(logging.INFO, "sglang_gemma4_yoco")
 
     def lines(level: int = logging.INFO) -> list[str]:
-        ours = []
-        for r in caplog.records:
-            if r.name == "sglang_gemma4_yoco":
-                ours.append(r)
         found: list[str] = []
-        for record in ours:
-            if record.levelno >= level:
+        for record in caplog.records:
+            if record.name == "sglang_gemma4_yoco" and record.levelno >= level:
                 found.append(record.getMessage())
         return found
 

@@ -300,11 +300,6 @@ def test_logits_that_are_not_made_are_forgotten(engine: Engine) -> None:
 # ---------------------------------------------------------------- settings and figures
 
 
-def test_none_without_a_wish(engine: Engine) -> None:
-    assert audit.make_auditor(engine.runner, start.get_state(engine.text_model)) is None
-    assert metrics.describe_state()["audits"]["agree"] == 0
-
-
 @pytest.mark.skipif(
     not hasattr(AttentionBackend, "shared_read_ends"), reason="this SGLang waits for all forwards"
 )

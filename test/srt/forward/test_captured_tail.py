@@ -450,6 +450,7 @@ def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
         pytest.raises(InjectedError),
     ):
         record_tail(engine, MOST)
+    engine.runner.decode_cuda_graph_runner = None  # SGLang's own graphs were there by then
     assert known.captured is None
     assert_fast(engine, TWO_PROMPTS)
 

@@ -21,15 +21,9 @@ from harness.observe import assert_stock as assert_all_rows
 from harness.observe import run
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core.forward import wrap_model_forward
 from sglang_gemma4_yoco.core.state import STATE_ENTRY
 from sglang_gemma4_yoco.loading import limits
-
-ERRORS = {
-    captured_prefills.SHARED_LAYER_IDS: "invalid or duplicate attention layer_id",
-    captured_prefills.IDS_AND_EMBEDDINGS: "exactly one of input_ids or inputs_embeds",
-}
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -58,11 +52,6 @@ def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
     torch._dynamo.reset()
 
 
-def replaying(backend: str) -> CudaGraphConfig:
-    """A server whose prefills would be replayed."""
-    return CudaGraphConfig(prefill=PhaseConfig(backend=backend, bs=[4, 8]))
-
-
 # ---------------------------------------------------------------- what SGLang replays wrongly
 
 
@@ -75,7 +64,8 @@ def test_copied_positions_beside_prefill_graphs(
     """The server falls back to stock, and logs that SGLang's replays are wrong and what to do."""
     monkeypatch.setenv(compat.server.POSITIONS_VARIABLE, "1")
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        restarted(cuda_graph_config=replaying(Backend.BREAKABLE))
+        prefills = PhaseConfig(backend=Backend.BREAKABLE, bs=[4, 8])
+        restarted(cuda_graph_config=CudaGraphConfig(prefill=prefills))
     (record,) = [r for r in caplog.records if limits.WRONG_REPLAYS in r.getMessage()]
     assert record.levelname == "WARNING"
     assert "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION" in record.getMessage()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ if os.environ.get("YOCO_TEST_GPU") != ("1" if torch.cuda.is_available() else "cp
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
 from harness.replayed_answers import Answer
-from scripts.bench import host_work
 from scripts.bench.bench_prefill import (
     OFF_REPLAYED,
     ON_REPLAYED,
@@ -184,17 +182,3 @@ def test_the_host_waits_for_nothing(engine: Engine, way: str) -> None:
     timed(engine, batch, way)
     with refusing_waits(engine.runner.prefill_cuda_graph_runner.backend, "replay"):
         timed(engine, batch, way)
-
-
-@pytest.mark.usefixtures("exits")
-def test_stock_replays_every_segment_and_the_package_those_before_the_exit(engine: Engine) -> None:
-    batch, state = engine.schedule(FULL["128 tokens"]), start.get_state(engine.text_model)
-    counts = {}
-    for way in ("on", OFF_REPLAYED, ON_REPLAYED):
-        with served(engine, way):
-            counts[way] = host_work.count(partial(engine.forward, batch))
-        print(way, counts[way])
-    assert counts[OFF_REPLAYED].replays == len(engine.text_model.layers) + 1
-    assert counts[ON_REPLAYED].replays == state.cut_layer + 1 + 1, "and the tail"
-    operations = {way: count.operations for way, count in counts.items()}
-    assert operations[ON_REPLAYED] < operations[OFF_REPLAYED] < operations["on"]

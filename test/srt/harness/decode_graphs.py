@@ -31,19 +31,18 @@ def recorded_decode_steps(engine: Engine) -> Iterator[Any]:
         runner.decode_cuda_graph_runner = None
 
 
-def record_tail(engine: Engine, rows: int, *, of: int | None = None) -> TailGraphs:
+def record_tail(engine: Engine, rows: int) -> TailGraphs:
     """Have the engine's tail captured for up to so many rows; decode steps run eagerly.
 
     Args:
         engine: made with ``cuda_graph_bs_decode``.
-        of: how many there may be, where that is less.
     """
     state = find_state(engine.text_model)
     assert state is not None
     with settings_changed(graph_rows=rows), recorded_decode_steps(engine):
         captured = state.captured
     assert isinstance(captured, TailGraphs), state.report
-    assert captured.rows[-1] == (of or rows)
+    assert captured.rows[-1] == rows
     return captured
 
 
