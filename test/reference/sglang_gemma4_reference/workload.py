@@ -369,13 +369,13 @@ def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
     return total
 
 
-def held_tokens(client: Client, *, patience: float = 60.0) -> int:
+def held_tokens(client: Client) -> int:
     """Slots of the token pools that are neither free nor the prefix cache's, once all has ended.
 
     Raises:
         TimeoutError: there are still requests under way.
     """
-    ends = time.monotonic() + patience
+    ends = time.monotonic() + 60.0
     while True:
         [load] = client.get("/v1/loads")["loads"]
         under_way = load["num_running_reqs"] + load["num_waiting_reqs"]

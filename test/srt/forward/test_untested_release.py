@@ -60,13 +60,6 @@ def begun_anew(engine: Engine, tested: Version) -> Iterator[None]:
 
 
 @pytest.fixture
-def tested(engine: Engine) -> Iterator[None]:
-    """The installed SGLang is the last one that was tested."""
-    with begun_anew(engine, Version(version("sglang"))):
-        yield
-
-
-@pytest.fixture
 def untested(engine: Engine) -> Iterator[None]:
     """The installed SGLang claims to be newer than the last one that was tested."""
     with begun_anew(engine, Version("0.5.0")):
@@ -127,17 +120,21 @@ def test_a_decode_step_that_is_shown_to_be_right_is_captured(
 def test_a_decode_step_that_sees_other_keys_is_not_used(
     engine: Engine, said: Callable[..., list[str]], more: int
 ) -> None:
+    assert len(PROMPTS[0].new) > E2B_TINY.sliding_window + 1
     with decode_windows(engine, more=more), captured(engine):
         assert_extends(engine, said, " of layer ")
         assert "check" in state_of(engine).report
 
 
-@pytest.mark.usefixtures("tested")
 def test_a_tested_release_compares_nothing_more(engine: Engine) -> None:
-    with replaced(engine.runner, decode_cuda_graph_runner=None), counted(engine) as forwards:
+    with (
+        begun_anew(engine, Version(version("sglang"))),
+        replaced(engine.runner, decode_cuda_graph_runner=None),
+        counted(engine) as forwards,
+    ):
         engine.runner.init_decode_cuda_graph()
-    assert len(forwards) == OF_THE_CHECK
-    assert attention_of(engine).decodes
+        assert len(forwards) == OF_THE_CHECK
+        assert attention_of(engine).decodes
 
 
 @pytest.mark.usefixtures("untested")
@@ -177,7 +174,3 @@ def test_graphs_that_are_captured_anew_find_it_decided(
     ):
         assert_fast(engine, PROMPTS, replays=True)
     assert said(logging.WARNING) == []
-
-
-def test_the_prompts_reach_beyond_the_window() -> None:
-    assert len(PROMPTS[0].new) > E2B_TINY.sliding_window + 1

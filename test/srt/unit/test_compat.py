@@ -111,8 +111,3 @@ def test_slots_of_the_window_are_those_of_the_plan(is_hybrid: bool) -> None:
     [[_, target, *_], _] = pool.set_kv_buffer.call_args
     assert torch.equal(target.swa_loc, planned)
     assert not pool.translate_loc_from_full_to_swa.called
-
-
-@pytest.mark.usefixtures("outside_of_a_server")
-def test_nothing_is_captured_outside_of_a_server() -> None:
-    assert compat.server.get_cuda_graph_backend("prefill") is None

@@ -324,10 +324,6 @@ class TestDecisions:
         assert plan.take_plan(attached, batch) == plan.NOT_PLANNED
         assert isinstance(plan.take_plan(attached, later), Plan)
 
-    def test_a_refusal_too(self, attached: ModelState) -> None:
-        batch = planned(attached, spec_info=SimpleNamespace())
-        assert plan.take_plan(attached, batch) == eligibility.SPECULATIVE
-
     def test_batches_that_were_not_planned(self, attached: ModelState) -> None:
         assert plan.take_plan(attached, eligible_batch()) == plan.NOT_PLANNED
         batch = eligible_batch(spec_info=SimpleNamespace())
