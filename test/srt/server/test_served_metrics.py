@@ -143,8 +143,3 @@ def test_what_watches_the_metrics_asks_for_those_that_there_are(
     assert set(re.findall(r'outcome="([^"]+)"', text)) <= {counters.FAILED, counters.UNSEEN}
     assert set(re.findall(r'part="([^"]+)"', text)) <= set(counters.PARTS)
     assert set(re.findall(r'result="([^"]+)"', text)) <= {"agrees", "differs"}
-
-
-def test_sglangs_own_metrics_are_there(measured: Server) -> None:
-    """They would leave the directory that processes share, if their client came too early."""
-    assert {"sglang:prompt_tokens_total", "sglang:num_running_reqs"} <= samples(measured).keys()
