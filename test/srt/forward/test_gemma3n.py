@@ -183,8 +183,6 @@ def test_a_loop_that_is_another_one() -> None:
         assert model.layers == [layer] * 3
 
 
-
-
 def test_flashinfer(engine: Engine) -> None:
     """It cannot run here; for other models it is not known to be right either."""
     kind = type("FlashInferAttnBackend", (), {})
