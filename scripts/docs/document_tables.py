@@ -105,8 +105,8 @@ def measured_points(model: str) -> dict[int, dict[str, Any]]:
 def measured_table() -> str:
     """How many times as fast one prompt's prefill was, and the ceiling, by length and model."""
     rows = []
-    for model in ("E2B", "E4B"):
-        found, row = measured_points(model), [model]
+    for model in ("E2B", "E4B", "Gemma3n-E2B", "Gemma3n-E4B"):
+        found, row = measured_points(model), [model.replace("Gemma3n-", "Gemma 3n ")]
         for length in LENGTHS:
             row.append(f"{found[length]['ratio']:.1f}x of {found[length]['ceiling']:.1f}x")
         rows.append(row)
