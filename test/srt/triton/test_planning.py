@@ -51,13 +51,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-@pytest.mark.parametrize("planned", [True, False])
 def test_a_kept_row_sees_the_whole_window(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, planned: bool, decodes: bool
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, decodes: bool
 ) -> None:
-    """On the tail's own backend, and on the runner's where the package has planned nothing."""
-    if not decodes and planned:
-        pytest.skip("whether the tail decodes was decided at start")
+    """On the runner's backend, which the published helper plans anew."""
     if not decodes:
         monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     model, main = engine.text_model, engine.runner.attn_backend
@@ -79,7 +76,7 @@ def test_a_kept_row_sees_the_whole_window(
         return attended.reshape(rows.shape)
 
     span = forward_context(ForwardContext(attn_backend=main))
-    with span, switched("1" if planned else "0"), torch.no_grad():
+    with span, switched("0"), torch.no_grad():
         main.init_forward_metadata(batch)
         whole = attend(queries)
         rows, *_, index, restore = model._yoco_truncate_to_last_tokens(
@@ -87,7 +84,7 @@ def test_a_kept_row_sees_the_whole_window(
         )
         try:
             assert batch.forward_mode.is_decode() is decodes
-            assert (compat.attention.get_current_backend() is main) is not planned
+            assert compat.attention.get_current_backend() is main
             kept = attend(rows)
         finally:
             restore()
