@@ -238,7 +238,7 @@ class _StepComparer:
             return
         projected = inputs.project(stock.embeds.clone(), stock.embedded)
         if projected is not None:
-            before_cut = projected[:, slice(cut_layer), :]
+            before_cut = projected[:, :cut_layer]
             self.visit(_INPUTS, cut_layer, before_cut.index_select(0, stock.index))
 
     def compare_keys_and_values(self) -> None:
@@ -339,11 +339,10 @@ def compare_keys_and_values(
     layer: int, expected: KeysAndValues, found: KeysAndValues, where: str = "in the pool"
 ) -> list[Difference]:
     """K and V of a layer compared, each [rows, kv_heads, head_dim]."""
-    place, both = f"of layer {layer} {where}", zip(expected, found, strict=True)
-    keys, values = both
+    place = f"of layer {layer} {where}"
     return [
-        rounding.compare(f"keys {place}", *keys, _OF_KEYS),
-        rounding.compare(f"values {place}", *values, _OF_KEYS),
+        rounding.compare(f"keys {place}", expected[0], found[0], _OF_KEYS),
+        rounding.compare(f"values {place}", expected[1], found[1], _OF_KEYS),
     ]
 
 

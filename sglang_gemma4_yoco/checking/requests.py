@@ -100,7 +100,7 @@ class SyntheticRequests:
         return others
 
 
-def _check_borrowing() -> None:
+def _check_borrowing(pool: Any) -> None:
     """Raise NotComparableError where slots of a server that serves may not be used for a moment.
 
     SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
@@ -109,7 +109,8 @@ def _check_borrowing() -> None:
     a hierarchical cache copies.
     """
     argument = compat.server.read_argument
-    if argument("disaggregation_mode") != "null" or argument("enable_hierarchical_cache"):
+    copies = argument("enable_hierarchical_cache") or compat.pools.waits_for_loads(pool)
+    if copies or argument("disaggregation_mode") != "null":
         raise NotComparableError(SHARED)
 
 
@@ -124,10 +125,8 @@ def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[Syntheti
         NotComparableError: the pools have no room for them, or may not be used.
     """
     if state.serves:
-        _check_borrowing()
-    window = max(
-        compat.attention.count_keys_in_window(layer.self_attn.attn) for layer in state.model.layers
-    )
+        _check_borrowing(runner.token_to_kv_pool)
+    window = compat.attention.find_window(state.model.layers)
     requests = _fit_requests(runner, state, window)
     if not requests:
         raise NotComparableError(NO_ROOM)

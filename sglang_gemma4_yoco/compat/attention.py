@@ -89,8 +89,8 @@ def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
     """
     backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)
     window = find_window(layers)
-    if window is not None:
-        backend.sliding_window_size = window
+    if window > 0:
+        backend.sliding_window_size = window - 1  # its own key is not among them
     for name in ("prefill_attention_backend_str", "decode_attention_backend_str"):
         if name in vars(runner.attn_backend):
             setattr(backend, name, "triton")
@@ -172,18 +172,14 @@ def _allocate_windows(backend: Any, planner: ModuleType, requests: int) -> Itera
         setattr(planner, _WINDOW_PLANNER, stock)
 
 
-def find_window(layers: Iterable[Any]) -> int | None:
-    """How many keys before its own a row sees in those of these decoder layers that have a window.
-
-    All have the same; None if no layer has one.
-    """
-    windows = (layer.self_attn.attn.sliding_window_size for layer in layers)
-    return max((size for size in windows if size is not None and size > 0), default=None)
-
-
 def count_keys_in_window(attention: Any) -> int:
     """How many keys a row of this ``RadixAttention`` sees, its own among them; 0 if it sees all."""
     size: int | None = getattr(attention, "sliding_window_size", None)
     if size is None or size < 0:
         return 0
     return size + 1
+
+
+def find_window(layers: Iterable[Any]) -> int:
+    """The same for a row of these decoder layers whose window is the largest."""
+    return max(count_keys_in_window(layer.self_attn.attn) for layer in layers)

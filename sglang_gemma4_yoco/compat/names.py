@@ -93,10 +93,9 @@ def _missing() -> Iterator[str]:
     for module, name in _CAPTURING:
         if not hasattr(module, name):
             yield f"{module.__name__}.{name}"
-    installed = Version(version("sglang"))
+    installed, known = Version(version("sglang")), batch.ForwardBatch.__dataclass_fields__
     for name in _FIELDS:
-        is_known = name in batch.ForwardBatch.__dataclass_fields__
-        if not is_known and installed >= _SINCE.get(name, installed):
+        if name not in known and installed >= _SINCE.get(name, installed):
             yield f"ForwardBatch.{name}"
 
 

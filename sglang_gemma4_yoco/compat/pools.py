@@ -10,11 +10,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool as MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SWAKVPool
 
-from sglang_gemma4_yoco.compat.attention import (
-    HybridAttnBackend,
-    find_triton_class,
-    frees_tables_early,
-)
+from sglang_gemma4_yoco.compat.attention import find_triton_class, frees_tables_early, list_parts
 
 #: Of some tokens, each [tokens, kv_heads, head_dim].
 KeysAndValues = tuple[torch.Tensor, ...]
@@ -23,6 +19,12 @@ KeysAndValues = tuple[torch.Tensor, ...]
 def is_in_window_pool(pool: Any, layer: int) -> bool:
     """Whether K and V of this layer, by its number in the model, are in the window's pool."""
     return bool(getattr(pool, "layers_mapping", {}).get(layer, (0, False))[1])
+
+
+def waits_for_loads(pool: Any) -> bool:
+    """Whether layers wait for their K and V in this pool: something loads them while others run."""
+    pools = (pool, getattr(pool, "full_kv_pool", None), getattr(pool, "swa_kv_pool", None))
+    return any(getattr(part, "layer_transfer_counter", None) is not None for part in pools)
 
 
 def write_keys_and_values(
@@ -42,8 +44,7 @@ def write_keys_and_values(
     pool.get_kv_buffer(attention.layer_id)
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):
-        if type(main) is HybridAttnBackend:
-            main = main.prefill_backend
+        main = list_parts(main)[0]  # the one for prefills
         # Triton's plan has them. So has that of a backend after whose planning the scheduler may
         # rewrite the table that they would be looked up in.
         if find_triton_class(main.__class__) is not None or frees_tables_early(main):

@@ -132,12 +132,13 @@ def judge_classes(found: Iterable[Unknown]) -> str | None:
             f"docs/help.md; {VARIABLE}={modules} accepts it"
         )
     for model in registry.TEXT_MODELS:
-        if not _is_ours(inspect.unwrap(vars(model)["forward"], stop=_is_ours)):
+        if not is_ours(inspect.unwrap(vars(model)["forward"], stop=is_ours)):
             return REPLACED
     return None
 
 
-def _is_ours(function: Any) -> bool:
+def is_ours(function: Any) -> bool:
+    """Whether a text model's forward is this package's wrapper."""
     return getattr(function, "__globals__", None) is vars(forward)
 
 

@@ -211,9 +211,7 @@ def _check_table(argument: Callable[[str], Any]) -> str | None:
                 value = compat.server.read_variable(name)
             is_set = bool(value)
             if isinstance(value, int | float):
-                is_set = value > 0
-            if name in _HARMLESS_AT_1 and value is not None:
-                is_set = value > 1
+                is_set = value > int(name in _HARMLESS_AT_1)
             if is_set:
                 return reason
     return None

@@ -49,8 +49,18 @@ def describe_state() -> dict[str, Any]:
     """
     served = get_attached_state()
     reason: str | None = NO_MODEL
-    names = ("version", "active", "reason", "fast_prefill", "cut", "tail", "exits", "check")
-    entry: dict[str, Any] = dict.fromkeys((*names, "exits_check"))
+    names = (
+        "version",
+        "active",
+        "reason",
+        "fast_prefill",
+        "cut",
+        "tail",
+        "exits",
+        "check",
+        "exits_check",
+    )
+    entry: dict[str, Any] = dict.fromkeys(names)
     if served is not None:
         reason = served.unsupported
         if reason is None and counters.is_unused():

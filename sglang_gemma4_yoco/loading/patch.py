@@ -14,7 +14,7 @@ from typing import Any
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.state import first_shared_layer
-from sglang_gemma4_yoco.loading import metrics, published, start
+from sglang_gemma4_yoco.loading import classes, metrics, published, start
 from sglang_gemma4_yoco.models import registry
 
 _Model, _Runner = compat.layers.gemma4_causal.Gemma4TextModel, compat.names.ModelRunner
@@ -98,7 +98,7 @@ def patch_sglang() -> None:
     """
     global installed
     compat.names.check_names()
-    if getattr(_Model.forward, "__globals__", None) is vars(forward):
+    if classes.is_ours(_Model.forward):
         raise compat.release.IncompatibleError("Gemma4TextModel.forward is patched already")
     # All of them first: where SGLang lacks one, nothing is changed.
     wrapped = {(owner, name): wrap(getattr(owner, name)) for (owner, name), wrap in WRAPPED.items()}

@@ -52,7 +52,7 @@ def _find_backend_reason(model: Any, backend: Any) -> str | None:
         return None
     if _projects_heads(model.layers[0].self_attn):
         return TRITON_FAILS
-    if backend.sliding_window_size != compat.attention.find_window(model.layers):
+    if backend.sliding_window_size != compat.attention.find_window(model.layers) - 1:
         return OTHER_WINDOW
     return None
 

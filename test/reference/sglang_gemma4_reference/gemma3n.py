@@ -1,14 +1,9 @@
-"""Small random Gemma 3n checkpoints, of the text model alone or inside the multimodal one.
-
-``python -m sglang_gemma4_reference.gemma3n E2B_TINY /tmp/tiny3n`` writes one.
-"""
+"""Small random Gemma 3n checkpoints, of the text model alone or inside the multimodal one."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,8 +138,7 @@ def randomise(name: str, weight: nn.Parameter) -> None:
     if weight.dim() > 1:
         scale = weight[0].numel() ** -0.5
         if name.endswith("modality_router.weight"):
-            scale = 1.0  # its input is divided by the width
-            scale *= weight.shape[1] ** 0.5
+            scale = weight.shape[1] ** 0.5  # its input is divided by the width
         for ending, factor in _MATRICES.items():
             if name.endswith(ending):
                 scale *= factor
@@ -211,17 +205,3 @@ def write_checkpoint(path: str | Path, shape: Gemma3nShape, *, multimodal: bool 
     write_config(path, shape, multimodal=multimodal)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the checkpoint that the command line names."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("preset", choices=PRESETS)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--multimodal", action="store_true", help="inside the multimodal model")
-    args = parser.parse_args(argv)
-    print(write_checkpoint(args.path, PRESETS[args.preset], multimodal=args.multimodal))
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.checking import rounding, tail_graphs
+from sglang_gemma4_yoco.checking import requests, rounding, tail_graphs
 from sglang_gemma4_yoco.core import cut, ranks
 from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
 from sglang_gemma4_yoco.core.state import ModelState
@@ -539,6 +540,21 @@ class TestReasons:
             assert reason(engine) == lifecycle.NOT_DECODING
         with replaced(known, splits_per_layer_inputs=False):
             assert reason(engine) == lifecycle.QUANTISED
+
+    @pytest.mark.parametrize("part", ["", ".full_kv_pool", ".swa_kv_pool"])
+    def test_prefixes_that_are_loaded_while_layers_run(
+        self, engine: Engine, known: ModelState, part: str
+    ) -> None:
+        """By whom ever: no argument says so."""
+        pool = operator.attrgetter(f"token_to_kv_pool{part}")(engine.runner)
+        with replaced(pool, layer_transfer_counter=object()):
+            assert reason(engine) == lifecycle.LOADED_MEANWHILE
+            with (
+                replaced(known, serves=True),
+                pytest.raises(requests.NotComparableError, match=requests.SHARED),
+                requests.make_synthetic_requests(engine.runner, known),
+            ):
+                pass
 
 
 def test_the_refused_arguments_are_these() -> None:

@@ -103,7 +103,8 @@ def test_slots_of_the_window_are_those_of_the_plan(is_hybrid: bool) -> None:
     main.forward_metadata = SimpleNamespace(swa_out_cache_loc=planned)
     if is_hybrid:
         hybrid = HybridAttnBackend.__new__(HybridAttnBackend)
-        hybrid.prefill_backend, main = main, hybrid
+        hybrid.prefill_backend = hybrid.decode_backend = main
+        main = hybrid
     pool = mock.Mock(layers_mapping={3: (0, True)})
     rows = torch.zeros(2, 1, 8)
     where = SimpleNamespace(token_to_kv_pool=pool), SimpleNamespace(layer_id=3)
