@@ -38,6 +38,7 @@ from sglang_gemma4_yoco.checking.requests import make_synthetic_requests
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import eligibility, tail_batch
+from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.exits import attach
 from sglang_gemma4_yoco.loading import limits, metrics, start
@@ -332,8 +333,11 @@ def another_forward(engine: Engine) -> Iterator[None]:
         yield
 
 
-def test_prefills_that_never_come_by(engine: Engine, said: Callable[..., list[str]]) -> None:
+def test_prefills_that_never_come_by(
+    engine: Engine, said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was set up is not what happens: twenty such prefills, and it is no longer "active"."""
+    monkeypatch.setattr(states, "_attached", {start.get_state(engine.text_model)})
     batch = engine.schedule(TWO_PROMPTS)
     with another_forward(engine):
         for _ in range(20):

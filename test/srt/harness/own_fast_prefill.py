@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import pytest
 from sglang.srt.models import gemma4_causal
@@ -22,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_gemma4_reference import engine
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.forward import wrap_model_forward
 
 MODEL = gemma4_causal.Gemma4TextModel
@@ -112,9 +114,13 @@ def _make() -> dict[str, Any]:
 
 @contextmanager
 def added() -> Iterator[None]:
-    """In the span SGLang has it, and this package is not loaded yet: its helpers are gone."""
+    """In the span SGLang has it, and this package is not loaded yet.
+
+    Its helpers are gone, and it serves no model: one of an earlier test may still be in memory.
+    """
     made = _make()
     with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(states, "_attached", WeakSet())
         changed.setattr(compat.server, "ServerArgs", Arguments)
         for name in compat.names.PUBLISHED_HELPERS:
             changed.delattr(MODEL, name, raising=False)
