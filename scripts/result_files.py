@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ def origin() -> dict[str, str]:
         "package": package_of(),
         "machine": platform.machine(),
     }
+
+
+def begin_result(model: str, device: str, dtype: str) -> dict[str, Any]:
+    """A result before anything is measured: where it comes from, and what SGLang serves on what."""
+    about = {"model": model, "device": device_name(device), "dtype": dtype}
+    return {**origin(), **about, "sglang": version("sglang")}
 
 
 def commit() -> str:

@@ -103,8 +103,6 @@ def parse_arguments() -> Namespace:
     add = parser.add_argument
     add("--models", type=int, help="at most so many of each shape and type")
     add("--only", default="", help="shapes with this in their name")
-    add("--breakage", default="", help="breakages with this in their name")
-    add("--jobs", type=int, default=2, help="processes")
     add("--triton", action="store_true", help="on SGLang's Triton backend")
     add("--results", type=Path, help="where to put the results, as JSON")
     return parser.parse_args()
@@ -118,8 +116,8 @@ def main() -> int:
     began = time.monotonic()
     about = origin()  # before its own file is a change of the checkout
     results: list[Result] = []
-    wanted = checked_models.groups(args.breakage, args.only, args.models, args.triton)
-    with ThreadPoolExecutor(args.jobs) as pool:
+    wanted = checked_models.groups(args.only, args.models, args.triton)
+    with ThreadPoolExecutor(2) as pool:
         for found in pool.map(in_a_process_of_its_own, wanted):
             results += found
             counts = summary(results)

@@ -45,7 +45,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,7 @@ from unittest import mock
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
 from scripts.command_line import new_parser
-from scripts.result_files import REHEARSAL, device_name, origin, write_result
+from scripts.result_files import REHEARSAL, begin_result, device_name, write_result
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.compare import Times
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
@@ -128,11 +127,6 @@ class Replayed:
     same_tokens: bool
     times: Times | None = None
 
-    @property
-    def differs(self) -> bool:
-        """Whether the answer is another one than stock's, in float32."""
-        return not self.same_tokens or self.max_logit_difference > 1e-3
-
 
 @dataclass(frozen=True)
 class Point:
@@ -166,8 +160,8 @@ class Point:
     @property
     def differs(self) -> bool:
         """Whether an answer is another one than stock's, in float32."""
-        eager = Replayed(self.path, self.max_logit_difference, self.same_tokens)
-        return eager.differs or any(one.differs for one in self.replayed.values())
+        answers = (self, *self.replayed.values())
+        return any(not one.same_tokens or one.max_logit_difference > 1e-3 for one in answers)
 
 
 class NotActiveError(Exception):
@@ -196,10 +190,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def loads(args: argparse.Namespace) -> list[Load]:
     """What is measured."""
-    found = []
-    for size, decoding, read in product(args.batch_sizes, args.decoding, args.read):
-        found += [Load(length, size, decoding, read) for length in args.lengths]
-    return found
+    every = product(args.batch_sizes, args.decoding, args.read, args.lengths)
+    return [Load(length, size, decoding, read) for size, decoding, read, length in every]
 
 
 def choose_device(wanted: str) -> str:
@@ -232,14 +224,13 @@ def build_engine(
     from sglang_gemma4_reference import checkpoint, gemma3n
     from sglang_gemma4_reference.engine import Engine
 
-    options: dict[str, Any] = {"disable_cuda_graph": True}
-    if graphs:
-        options = {"cuda_graph_bs_decode": [1]}
-    if prefills:
-        options |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
-    options["dtype"] = "bfloat16"
+    options: dict[str, Any] = {"dtype": "bfloat16", "disable_cuda_graph": not graphs}
     if device == "cpu":
         options["dtype"] = "float32"
+    if graphs:
+        options["cuda_graph_bs_decode"] = [1]
+    if prefills:
+        options |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
     path = directory / preset
     if preset.startswith(GEMMA3N):
         gemma3n.write_config(path, gemma3n.PRESETS[preset.removeprefix(GEMMA3N)])
@@ -303,15 +294,15 @@ def randomise(engine: Any) -> None:
     from sglang_gemma4_reference import checkpoint, gemma3n
 
     torch.manual_seed(0)
+    model, draw, prefix = engine.text_model, checkpoint.randomise, "model.language_model"
+    if hasattr(model, "altup_projections"):
+        draw, prefix = gemma3n.randomise, "model"
     with torch.no_grad():
-        if hasattr(engine.text_model, "altup_projections"):
-            for name, weight in engine.text_model.named_parameters():
-                gemma3n.randomise(f"model.{name}", weight)
-            return
-        for name, weight in engine.text_model.named_parameters():
-            checkpoint.randomise(f"model.language_model.{name}", weight)
-        for layer in engine.text_model.layers:
-            layer.layer_scalar.fill_(0.95)
+        for name, weight in model.named_parameters():
+            draw(f"{prefix}.{name}", weight)
+        for layer in model.layers:
+            if hasattr(layer, "layer_scalar"):
+                layer.layer_scalar.fill_(0.95)
 
 
 def must_have_spread(logits: torch.Tensor) -> None:
@@ -323,39 +314,32 @@ def must_have_spread(logits: torch.Tensor) -> None:
         raise NotActiveError(f"the logits' standard deviation is {spread:.1e}: nothing is compared")
 
 
-def synchronizer(engine: Any) -> Callable[[], None]:
-    """What waits for the engine's device."""
-    import torch
-
-    if engine.runner.device == "cuda":
-        return torch.cuda.synchronize
-    return lambda: None
-
-
 @contextmanager
 def served(engine: Any, way: str) -> Iterator[None]:
     """The fast path is on or off, and SGLang replays captured prefills or not, as the way says."""
     from sglang_gemma4_reference.engine import switched
     from sglang_gemma4_yoco import compat
+    from sglang_gemma4_yoco.core import eligibility
 
+    changed, switch = mock.patch.object, "1"
+    if way in ("off", OFF_REPLAYED):
+        switch = "0"
     with ExitStack() as span:
-        span.enter_context(switched("0" if way in ("off", OFF_REPLAYED) else "1"))
+        span.enter_context(switched(switch))
         if way not in REPLAYED and compat.server.get_captured_prefills(engine.runner) is not None:
             runner = engine.runner.prefill_cuda_graph_runner
-            span.enter_context(mock.patch.object(runner, "can_run_graph", return_value=False))
+            span.enter_context(changed(runner, "can_run_graph", return_value=False))
+        if way == "front":  # which answers nothing, so no gate would ever admit it
+            span.enter_context(changed(eligibility, "is_intermediate_chunk", return_value=True))
         yield
 
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
-    from sglang_gemma4_yoco.core import eligibility
+    import torch
 
-    synchronize = synchronizer(engine)
-    with ExitStack() as span:
-        span.enter_context(served(engine, way))
-        if way == "front":  # which answers nothing, so no gate would ever admit it
-            pretended = mock.patch.object(eligibility, "is_intermediate_chunk", return_value=True)
-            span.enter_context(pretended)
+    synchronize = torch.get_device_module(engine.runner.device).synchronize
+    with served(engine, way):
         synchronize()
         began = time.perf_counter()
         output = engine.forward(batch)
@@ -583,13 +567,10 @@ def describe(preset: str, engine: Any) -> dict[str, Any]:
     """Where the figures come from: command, commit, model, machine and versions."""
     import torch
 
+    dtype = next(engine.text_model.parameters()).dtype
     return {
-        **origin(),
-        "model": preset,
-        "device": device_name(engine.runner.device),
+        **begin_result(preset, engine.runner.device, str(dtype)),
         "torch_threads": torch.get_num_threads(),
-        "dtype": str(next(engine.text_model.parameters()).dtype),
-        "sglang": version("sglang"),
         "torch": torch.__version__,
         "attention_backend": type(engine.runner.attn_backend).__name__,
     }

@@ -180,7 +180,7 @@ def served(args: argparse.Namespace, directory: Path, way: str) -> Iterator[str]
     arguments = ["--model-path", args.model, *shlex.split(args.server_args)]
     log = directory / f"server-{way}.log"
     server = Server(way == "on", arguments, find_free_ports(1)[0], log)
-    with run_servers([server], args.start_timeout):
+    with run_servers([server], 1800):
         yield server.url
         check_switch(server)
 
@@ -198,7 +198,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         document["active"] = True
     for name in args.sets:
         heading(name)
-        document[name] = compare(*(found[way][name] for way in ("off", "again", "on")))
+        document[name] = compare(found["off"][name], found["again"][name], found["on"][name])
     return document
 
 
@@ -216,7 +216,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=256, help="of an answer")
     add("--concurrency", type=int, default=16, help="questions of GSM8K at a time")
     add("--server-args", default="", metavar="'...'", help="for both servers")
-    add("--start-timeout", type=float, default=1800.0, metavar="SECONDS")
     args = parser.parse_args(argv)
     if (args.off is None) != (args.on is None) or (args.off is None) == (args.model is None):
         parser.error("name either --model, or both --off and --on")

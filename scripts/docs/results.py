@@ -106,29 +106,30 @@ def check_rows(document: Document) -> Iterator[list[object]]:
 
 
 GPU_LOAD = ("what", "which", "off", "on", "off/on")
-GPU_WAYS = ("off", "on")
 GPU_TIMES = {"mean": "mean", "median": "50", "p95": "95", "p99": "99"}
 
 
+def gpu_load_figures(found: dict[str, Any]) -> dict[str, float]:
+    """What one server took: the duration, first tokens, and tokens of requests that decode."""
+    figures = {"duration, s": statistics.median(found["seconds"])}
+    for kind, times in {"first token": found["ttft_ms"], "between tokens": found["itl_ms"]}.items():
+        for name, p in GPU_TIMES.items():
+            figures[f"{kind}, {name}, ms"] = times[p]
+    for name, sizes in found["batches"][0].items():  # of the first run
+        figures[f"{name}, mean"] = sizes["mean"]
+    return figures
+
+
 def gpu_load_rows(document: Document) -> Iterator[list[object]]:
-    """Loads over HTTP: their duration, first tokens, and tokens of those that decode."""
+    """Loads over HTTP, stock and fast."""
     load = f"{document['requests']} x {document['prompt']} in, {document['answer']} out"
     for point in document["points"]:
         which = f"{document['model']}, {point['rate']} requests/s, mixed chunks {point['mixed']}"
-        figures: dict[str, list[float]] = {}
-        for way in GPU_WAYS:
-            found = point[way]
-            figures.setdefault("duration, s", []).append(statistics.median(found["seconds"]))
-            for name, p in GPU_TIMES.items():
-                figures.setdefault(f"first token, {name}, ms", []).append(found["ttft_ms"][p])
-                figures.setdefault(f"between tokens, {name}, ms", []).append(found["itl_ms"][p])
-            for name, sizes in found["batches"][0].items():  # of the first run
-                figures.setdefault(f"{name}, mean", []).append(sizes["mean"])
-        for what, values in figures.items():
-            if len(values) < len(GPU_WAYS):  # SGLang logs one decode step in forty, or none
-                continue
-            off, on = values
-            yield [f"{load}: {what}", which, f"{off:.1f}", f"{on:.1f}", f"{off / on:.2f}"]
+        fast = gpu_load_figures(point["on"])
+        for what, off in gpu_load_figures(point["off"]).items():
+            if what in fast:  # SGLang logs one decode step in forty, or none
+                on = fast[what]
+                yield [f"{load}: {what}", which, f"{off:.1f}", f"{on:.1f}", f"{off / on:.2f}"]
 
 
 GPU_REPLAYED = ("model, tokens", "answers", "off", "off replayed", "on", "on replayed")
