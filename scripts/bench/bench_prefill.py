@@ -224,7 +224,10 @@ def build_engine(
     from sglang_gemma4_reference import checkpoint, gemma3n
     from sglang_gemma4_reference.engine import Engine
 
-    options: dict[str, Any] = {"dtype": "bfloat16", "disable_cuda_graph": not graphs}
+    options: dict[str, Any] = {"device": device, "dtype": "bfloat16", "load_format": "dummy"}
+    # The pool of the window layers must hold the batch too.
+    options |= {"max_total_tokens": rows + 1024, "swa_full_tokens_ratio": 1.0}
+    options["disable_cuda_graph"] = not graphs
     if device == "cpu":
         options["dtype"] = "float32"
     if graphs:
@@ -239,14 +242,7 @@ def build_engine(
     with ExitStack() as span:
         if prefills:
             span.enter_context(capturable(device))
-        engine = Engine(
-            path,
-            device=device,
-            load_format="dummy",
-            max_total_tokens=rows + 1024,
-            swa_full_tokens_ratio=1.0,  # the pool of the window layers must hold the batch too
-            **options,
-        )
+        engine = Engine(path, **options)
     randomise(engine)
     return engine
 
@@ -353,11 +349,12 @@ def timed_in_turns(
     """Seconds of each way's forwards, and the logits of its last; each round begins elsewhere."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     logits: dict[str, torch.Tensor] = {}
-    for repeat in range(repeats):
-        for i in range(len(ways)):
-            way = ways[(i + repeat) % len(ways)]
+    order = list(ways)
+    for _ in range(repeats):
+        for way in order:
             spent, logits[way] = timed(engine, batch, way)
             seconds[way].append(spent)
+        order.append(order.pop(0))
     return seconds, logits
 
 
@@ -374,21 +371,35 @@ def rows_of_forward(engine: Any, batch: Any) -> list[int]:
     return rows + [0] * (len(engine.text_model.layers) - len(rows))
 
 
-def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
-    """``active`` or a reason, and the rows of each layer.
+def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
+    """What the package reports of one ``forward``, and what that gives.
 
     Raises:
-        NotActiveError: rows and report contradict each other, or nothing was reported.
+        NotActiveError: nothing is reported, or more than one thing.
     """
     from sglang_gemma4_yoco import counters
 
     counters.forwards.clear()
-    rows = rows_of_forward(engine, batch)
-    ((outcome, _),) = counters.forwards.items() or (("nothing reported", 0),)
-    replayed = outcome == counters.TAIL_CAPTURED
-    launched = 0 if replayed else load.kept
+    given = forward()
+    if len(counters.forwards) != 1:
+        raise NotActiveError(f"the package reports {dict(counters.forwards)}")
+    return next(iter(counters.forwards)), given
+
+
+def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
+    """``active`` or a reason, and the rows of each layer.
+
+    Raises:
+        NotActiveError: rows and report contradict each other.
+    """
+    from sglang_gemma4_yoco import counters
+
+    outcome, rows = with_outcome(partial(rows_of_forward, engine, batch))
+    launched = load.kept
+    if outcome == counters.TAIL_CAPTURED:
+        launched = 0
     fast = rows[0] == load.total > load.kept and rows[-1] == launched
-    if fast != (replayed or outcome == counters.TAIL_EAGER) or outcome == "nothing reported":
+    if fast != (outcome in (counters.TAIL_CAPTURED, counters.TAIL_EAGER)):
         raise NotActiveError(f"the package says {outcome!r}, the layers computed {rows} rows")
     return outcome, rows
 
@@ -418,21 +429,13 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
 
     Args:
         stock: the logits of the eager stock forward.
-
-    Raises:
-        NotActiveError: nothing was reported of the fast path.
     """
-    from sglang_gemma4_yoco import counters
-
     if rows not in captured_rows(engine):
         return {}
     found = {}
     for way in REPLAYED:
-        counters.forwards.clear()
-        logits = timed(engine, batch, way)[1].clone()
-        if len(counters.forwards) != 1:
-            raise NotActiveError(f"{way}: the package reports {dict(counters.forwards)}")
-        found[way] = Replayed(next(iter(counters.forwards)), *agreement(logits, stock))
+        path, (_, logits) = with_outcome(partial(timed, engine, batch, way))
+        found[way] = Replayed(path, *agreement(logits, stock))
     return found
 
 
@@ -485,7 +488,7 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
         of_replays, _ = timed_in_turns(engine, batch, REPLAYED, repeats)
         for way, found in by_replay.items():
             by_replay[way] = replace(found, times=Times.of(of_replays[way]))
-    off, on, front = Times.of(seconds["off"]), Times.of(seconds["on"]), Times.of(seconds["front"])
+    off, on, front = map(Times.of, seconds.values())
     possible, realised = off.median - front.median, math.nan
     if possible > 0:
         realised = (off.median - on.median) / possible
@@ -507,24 +510,17 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
     )
 
 
-def microseconds(call: Callable[[], Any]) -> float:
-    """Time of one call, the best of several runs: the rest is other work on the machine."""
-    timer = timeit.Timer(call)
-    number, _ = timer.autorange()
-    return min(timer.repeat(5, number)) / number * 1e6
-
-
 def measure_gate(engine: Any) -> dict[str, float]:
     """What the package adds to forwards that it leaves alone, in microseconds.
 
     Stock functions that do nothing are called with the package's wrappers around them, and without.
     """
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
+    from sglang_gemma4_reference import releases
     from sglang_gemma4_reference.engine import Prompt
+    from sglang_gemma4_yoco import compat
     from sglang_gemma4_yoco.core import plan
     from sglang_gemma4_yoco.core.forward import wrap_model_forward
-    from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState, find_state
+    from sglang_gemma4_yoco.core.state import ModelState
     from sglang_gemma4_yoco.core.tail import TailBackend
     from sglang_gemma4_yoco.models import registry
 
@@ -535,31 +531,26 @@ def measure_gate(engine: Any) -> dict[str, float]:
     def stock(self: Any, input_ids: Any, positions: Any, forward_batch: Any) -> None:
         pass
 
-    backend, model = Backend(), engine.text_model
-    plain_plan, wrapped = backend.init_forward_metadata, wrap_model_forward(stock)
-    attached = find_state(model)
-    kind = registry.find_kind(model)
-    known = ModelState(model, kind, None, TailBackend(backend, Backend()))
-    known.attach(plan.plan_batch)
+    def taken(forward: Callable[..., Any], backend: Backend, forward_batch: Any) -> float:
+        arguments = (model, forward_batch.input_ids, forward_batch.positions, forward_batch)
+        planned = backend.init_forward_metadata
+        timer = timeit.Timer(lambda: (planned(forward_batch), forward(*arguments)))
+        number, _ = timer.autorange()
+        return min(timer.repeat(5, number)) / number * 1e6  # the rest is the machine's other work
+
+    backend, model, wrapped = Backend(), engine.text_model, wrap_model_forward(stock)
+    attention = TailBackend(backend, Backend())
+    known = ModelState(model, registry.find_kind(model), None, attention)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
-    prefill = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
-    decode = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
-    decode.forward_mode = ForwardMode.DECODE
-
-    def taken(forward: Callable[..., Any], plan: Callable[[Any], Any], forward_batch: Any) -> float:
-        arguments = (model, forward_batch.input_ids, forward_batch.positions, forward_batch)
-        return microseconds(lambda: (plan(forward_batch), forward(*arguments)))
-
-    added = {}
-    try:
-        for name, forward_batch in (("ineligible_prefill_us", prefill), ("decode_us", decode)):
-            with_package = taken(wrapped, backend.init_forward_metadata, forward_batch)
-            added[name] = round(with_package - taken(stock, plain_plan, forward_batch), 3)
-    finally:
+    forward_batch, added = releases.forward_batch(batch, engine.runner), {}
+    with mock.patch.dict(model.__dict__):  # the state that the model has comes back
+        known.attach(plan.plan_batch)
+        for name in ("ineligible_prefill_us", "decode_us"):
+            with_package = taken(wrapped, backend, forward_batch)
+            added[name] = round(with_package - taken(stock, Backend(), forward_batch), 3)
+            forward_batch.forward_mode = compat.batch.ForwardMode.DECODE
         known.close()
-        if attached is not None:
-            model.__dict__[STATE_ENTRY] = attached
     return added
 
 

@@ -104,25 +104,13 @@ def ask_gsm8k(args: argparse.Namespace, url: str) -> Answers:
     kind, path = "local-completions", "v1/completions"
     if args.chat:
         kind, path = "local-chat-completions", "v1/chat/completions"
-    found = lm_eval.simple_evaluate(
-        model=kind,
-        model_args={
-            "base_url": f"{url}/{path}",
-            "model": "default",
-            "tokenizer_backend": None,
-            "tokenized_requests": False,
-            "num_concurrent": args.concurrency,
-            "max_length": 131072,
-            "timeout": 1800,
-        },
-        tasks=[task],
-        num_fewshot=5,
-        batch_size=1,
-        limit=args.limit,
-        gen_kwargs={"temperature": 0, "max_gen_toks": args.max_tokens},
-        apply_chat_template=args.chat,
-        fewshot_as_multiturn=args.chat,
-    )
+    about = {"base_url": f"{url}/{path}", "model": "default", "num_concurrent": args.concurrency}
+    about |= {"tokenizer_backend": None, "tokenized_requests": False}
+    about |= {"max_length": 131072, "timeout": 1800}
+    options: dict[str, Any] = {"model": kind, "tasks": [task], "num_fewshot": 5, "batch_size": 1}
+    options |= {"apply_chat_template": args.chat, "fewshot_as_multiturn": args.chat}
+    options["gen_kwargs"] = {"temperature": 0, "max_gen_toks": args.max_tokens}
+    found = lm_eval.simple_evaluate(model_args=about, limit=args.limit, **options)
     answers = Answers()
     for name, value in found["results"]["gsm8k"].items():
         metric, _, scoring = name.partition(",")
@@ -138,8 +126,6 @@ SETS = {"gsm8k": ask_gsm8k, "colours": ask_colours}
 
 def share_identical(off: Answers, other: Answers, way: str) -> float:
     """The share of answers that are the same; prints those that are not."""
-    if off.texts.keys() != other.texts.keys():
-        raise SetupError("the two servers were not asked the same questions")
     equal = 0
     for question, text in off.texts.items():
         if text == other.texts[question]:

@@ -200,7 +200,6 @@ def releases() -> str:
     return f"{markdown(head, rows, numbers=3)}\n\nCommit `{'`, `'.join(commits)}`, {age}."
 
 
-memory_rows, profile_rows = partial(gpu_forward_rows, peak), partial(gpu_forward_rows, spent)
 PARTS: Parts = {
     "prefill": partial(table_of, "prefill_*.json", PREFILL, prefill_rows),
     "threshold": partial(table_of, "threshold_*.json", PREFILL, prefill_rows),
@@ -210,8 +209,12 @@ PARTS: Parts = {
     "gpu load": partial(table_of, "gpu_l*.json", GPU_LOAD, gpu_load_rows),
     "gpu prefill": partial(table_of, "gpu_prefill_*.json", PREFILL, prefill_rows),
     "gpu replayed": partial(table_of, "gpu_replayed_*.json", GPU_REPLAYED, gpu_replayed_rows),
-    "gpu memory": partial(table_of, "gpu_memory_*.json", GPU_FORWARD, memory_rows),
-    "gpu profile": partial(table_of, "gpu_profile_*.json", GPU_FORWARD, profile_rows),
+    "gpu memory": partial(
+        table_of, "gpu_memory_*.json", GPU_FORWARD, partial(gpu_forward_rows, peak)
+    ),
+    "gpu profile": partial(
+        table_of, "gpu_profile_*.json", GPU_FORWARD, partial(gpu_forward_rows, spent)
+    ),
 }
 
 
