@@ -160,7 +160,7 @@ class Point:
     @property
     def differs(self) -> bool:
         """Whether an answer is another one than stock's, in float32."""
-        answers = (self, *self.replayed.values())
+        answers: list[Point | Replayed] = [self, *self.replayed.values()]
         return any(not one.same_tokens or one.max_logit_difference > 1e-3 for one in answers)
 
 
@@ -317,16 +317,16 @@ def served(engine: Any, way: str) -> Iterator[None]:
     from sglang_gemma4_yoco import compat
     from sglang_gemma4_yoco.core import eligibility
 
-    changed, switch = mock.patch.object, "1"
+    patched, switch = mock.patch.object, "1"
     if way in ("off", OFF_REPLAYED):
         switch = "0"
     with ExitStack() as span:
         span.enter_context(switched(switch))
         if way not in REPLAYED and compat.server.get_captured_prefills(engine.runner) is not None:
             runner = engine.runner.prefill_cuda_graph_runner
-            span.enter_context(changed(runner, "can_run_graph", return_value=False))
+            span.enter_context(patched(runner, "can_run_graph", return_value=False))
         if way == "front":  # which answers nothing, so no gate would ever admit it
-            span.enter_context(changed(eligibility, "is_intermediate_chunk", return_value=True))
+            span.enter_context(patched(eligibility, "is_intermediate_chunk", return_value=True))
         yield
 
 

@@ -134,7 +134,7 @@ def engines(shape: checkpoint.Gemma4Shape, dtype: str) -> Iterator[Engine]:
     with tempfile.TemporaryDirectory() as directory:
         typed = dataclasses.replace(shape, dtype=dtype)
         path = checkpoint.write_checkpoint(directory, typed, weights=False)
-        options = {"max_total_tokens": 4096, "load_format": "dummy"}
+        options: dict[str, Any] = {"max_total_tokens": 4096, "load_format": "dummy"}
         graphs = [1, 2, 4, 8]
         engine = Engine(path, device="cpu", dtype=dtype, cuda_graph_bs_decode=graphs, **options)
         with recorded_decode_steps(engine):
