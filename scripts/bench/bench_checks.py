@@ -43,17 +43,12 @@ sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
 ENOUGH = 4.0  # times its bound is what everything broken must come to
 
 
-def judged(group: Group) -> list[Result]:
-    """All models of a group, in the process that makes them."""
-    from scripts.bench import checked_models
-
-    return checked_models.judged(group)
-
-
 def in_a_process_of_its_own(group: Group) -> list[Result]:
     """All models of a group."""
+    from scripts.bench import checked_models
+
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(judged, group).result()
+        return process.submit(checked_models.judged, group).result()
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:

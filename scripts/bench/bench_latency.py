@@ -125,8 +125,11 @@ def describe_run(run: dict[str, Any]) -> str:
     return told
 
 
-def server_flags(args: argparse.Namespace, mixed: str) -> list[str]:
-    """The arguments of both servers."""
+def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str, Any]]:
+    """Each rate: what stock does, and what fast."""
+    from sglang_gemma4_yoco.commands.verify.servers import check_switch, make_pair, run_servers
+
+    folder.mkdir()
     flags = f"--model-path {args.checkpoint} --chunked-prefill-size {args.chunk}"
     if args.device == "cuda":
         flags += " --load-format dummy --dtype bfloat16 --attention-backend triton"
@@ -134,15 +137,7 @@ def server_flags(args: argparse.Namespace, mixed: str) -> list[str]:
         flags += " --dtype float32"
     if mixed == "on":
         flags += " --enable-mixed-chunk"
-    return shlex.split(f"{flags} {args.server_args}")
-
-
-def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str, Any]]:
-    """Each rate: what stock does, and what fast."""
-    from sglang_gemma4_yoco.commands.verify.servers import check_switch, make_pair, run_servers
-
-    folder.mkdir()
-    both = make_pair(server_flags(args, mixed), folder, device=args.device)
+    both = make_pair(shlex.split(f"{flags} {args.server_args}"), folder, device=args.device)
     points = []
     with run_servers(both, 600, one_by_one=args.device == "cuda"):
         for rate in args.rates:

@@ -205,18 +205,12 @@ def choose_device(wanted: str) -> str:
 
 
 def build_engine(
-    preset: str,
-    device: str,
-    directory: Path,
-    rows: int,
-    *,
-    graphs: bool = False,
-    prefills: Sequence[int] = (),
+    preset: str, device: str, folder: Path, rows: int, *, graphs: bool, prefills: Sequence[int] = ()
 ) -> Any:
     """The model on SGLang's ModelRunner.
 
     Args:
-        preset: made in ``directory``, with random weights.
+        preset: made in ``folder``, with random weights.
         rows: of the largest batch.
         graphs: whether CUDA graphs are on.
         prefills: lengths of the prefills that SGLang captures; it captures no others.
@@ -234,7 +228,7 @@ def build_engine(
         options["cuda_graph_bs_decode"] = [1]
     if prefills:
         options |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
-    path = directory / preset
+    path = folder / preset
     if preset.startswith(GEMMA3N):
         gemma3n.write_config(path, gemma3n.PRESETS[preset.removeprefix(GEMMA3N)])
     else:
@@ -268,11 +262,7 @@ def capturable(device: str) -> AbstractContextManager[object]:
 
 
 def capture(engine: Any) -> None:
-    """Capture the tail; decode steps stay eager.
-
-    Raises:
-        NotActiveError: the tail was not captured.
-    """
+    """Capture the tail, or raise ``NotActiveError``; decode steps stay eager."""
     from sglang_gemma4_reference import releases
     from sglang_gemma4_yoco.loading import start
 
@@ -363,20 +353,14 @@ def rows_of_forward(engine: Any, batch: Any) -> list[int]:
     rows: list[int] = []
     with ExitStack() as span:
         for layer in engine.text_model.layers:
-            hook = layer.mlp.register_forward_pre_hook(
-                lambda _, args: rows.append(args[0].shape[0])
-            )
+            hook = layer.mlp.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[0]))
             span.callback(hook.remove)
         timed(engine, batch, "on")
     return rows + [0] * (len(engine.text_model.layers) - len(rows))
 
 
 def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
-    """What the package reports of one ``forward``, and what that gives.
-
-    Raises:
-        NotActiveError: nothing is reported, or more than one thing.
-    """
+    """What the package reports of one ``forward``, and its result; else ``NotActiveError``."""
     from sglang_gemma4_yoco import counters
 
     counters.forwards.clear()
@@ -387,11 +371,7 @@ def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
 
 
 def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
-    """``active`` or a reason, and the rows of each layer.
-
-    Raises:
-        NotActiveError: rows and report contradict each other.
-    """
+    """``active`` or a reason, and the rows of each layer; ``NotActiveError`` if they contradict."""
     from sglang_gemma4_yoco import counters
 
     outcome, rows = with_outcome(partial(rows_of_forward, engine, batch))
@@ -427,8 +407,7 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
 def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[str, Replayed]:
     """What comes of the ways whose prefill SGLang replays, if it has captured one of these rows.
 
-    Args:
-        stock: the logits of the eager stock forward.
+    It is compared with ``stock``, the logits of the eager stock forward.
     """
     if rows not in captured_rows(engine):
         return {}
@@ -453,11 +432,7 @@ def captured_rows(engine: Any) -> list[int]:
 
 
 def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dict[str, Counts]:
-    """What the host does for one batch, in each way.
-
-    Raises:
-        NotActiveError: SGLang was to replay, and did not.
-    """
+    """What the host does in each way; ``NotActiveError`` if SGLang was to replay, and did not."""
     from scripts.bench import host_work
 
     counts = {}
@@ -472,8 +447,8 @@ def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dic
 def measure(engine: Any, load: Load, repeats: int) -> Point:
     """Time one batch all three ways, in turns, and verify the answers.
 
-    Raises:
-        NotActiveError: the fast path did not run and gave no reason, or no answer could differ.
+    Raises ``NotActiveError`` where the fast path did not run and gave no reason, or where no answer
+    could differ.
     """
     batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size), slots=None)
     path, rows = path_taken(engine, batch, load)
@@ -589,15 +564,10 @@ def main() -> int:
     import torch
 
     points: list[Point] = []
+    rows = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
+    graphs: dict[str, Any] = {"graphs": bool(args.graphs), "prefills": buckets(args, device)}
     with tempfile.TemporaryDirectory() as directory:
-        engine = build_engine(
-            args.preset,
-            device,
-            Path(directory),
-            max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1),
-            graphs=args.graphs is not None,
-            prefills=buckets(args, device),
-        )
+        engine = build_engine(args.preset, device, Path(directory), rows, **graphs)
         if args.graphs:
             capture(engine)
         document = describe(args.preset, engine)  # before its file is a change

@@ -207,10 +207,8 @@ def proved(state: Any, runner: Any, result: Result) -> None:
 def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
     """What a prefill of 512 tokens takes in ms, and an audited one; and the check, in small ones.
 
-    Medians of seven, in turns; in a process that times nothing else, on a machine that may.
-
-    Args:
-        seconds: that the check has taken.
+    Medians of seven, in turns; in a process that times nothing else, on a machine that may. The
+    check has taken so many ``seconds``.
     """
     auditor = audit.Auditor(state, engine.runner.model.logits_processor, 1)
     few, many = Prompt((), tuple(range(20, 27))), Prompt((), tuple(range(20, 20 + 512)))

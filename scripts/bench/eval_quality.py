@@ -59,12 +59,7 @@ PICTURES = list(itertools.permutations(COLOURS, 2))  # 30
 
 @dataclass
 class Answers:
-    """What one server answered to one set of questions.
-
-    Attributes:
-        texts: by question.
-        accuracy: by the way of scoring.
-    """
+    """What one server answered: texts by question, accuracy by the way of scoring."""
 
     texts: dict[str, str] = field(default_factory=dict)
     accuracy: dict[str, float] = field(default_factory=dict)

@@ -111,8 +111,7 @@ def run_pass(
 ) -> tuple[Pass, list[Any]]:
     """Put all requests to one server, and look at what it did; returns the answers too.
 
-    Args:
-        captured: the row counts for which its tail is captured.
+    ``captured`` are the row counts for which its tail is captured.
     """
     from tqdm import tqdm
 
