@@ -196,14 +196,6 @@ def audited(engine: Engine, state: Any, draws: random.Random, number: int, resul
     result.audits = counters.audits.worst
 
 
-def proved(state: Any, runner: Any, result: Result) -> None:
-    """Every graph of the captured tail, full and padded."""
-    errors = []
-    for size in state.captured.rows:
-        errors += [one.excess for one in tail_graphs.compare_graph(state.captured, runner, size)]
-    result.proof, result.proved = max(errors), len(errors)
-
-
 def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
     """What a prefill of 512 tokens takes in ms, and an audited one; and the check, in small ones.
 
@@ -236,18 +228,24 @@ def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
 def judge(
     engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str], number: int
 ) -> None:
-    """The unbroken package, in the check, proofs and ``number`` audits; then every breakage."""
-    state = start.get_state(engine.text_model)
-    checked = check.check_model(engine.runner, state)
+    """The unbroken package, in the check, proofs and ``number`` audits; then every breakage.
+
+    Proofs are of every graph of the captured tail, full and padded.
+    """
+    state, runner = start.get_state(engine.text_model), engine.runner
+    checked = check.check_model(runner, state)
     if checked.worst is None:
         raise SystemExit(f"{result.model}: {checked}")
     result.check, result.seconds = checked.worst.excess, checked.seconds
     if isinstance(state.captured, TailGraphs):
-        proved(state, engine.runner, result)
+        for size in state.captured.rows:
+            for one in tail_graphs.compare_graph(state.captured, runner, size):
+                result.proof = max(result.proof, one.excess)
+                result.proved += 1
     audited(engine, state, draws, number, result)
     if result.model in TIMED and result.dtype == "bfloat16":
         result.cost = costs(engine, state, result.seconds)
-    with check.run_both_paths(engine.runner, state) as both:
+    with check.run_both_paths(runner, state) as both:
         for name in breaks:
             with BREAKAGES[name](state) as applies:
                 if applies:
