@@ -46,7 +46,7 @@ def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
     python, create = venv / "bin" / "python", (sys.executable, "-m", "venv", venv)
     if not (venv / "pyvenv.cfg").exists():
         if venv.exists() and any(venv.iterdir()):
-            raise SetupError(f"{venv} exists and is no virtual environment: choose another, --venv")
+            raise SetupError(f"{venv} is not a virtual environment: choose another, --venv")
         # Debian's python3 has no ensurepip without python3-venv; its own pip may be there.
         if not run(*create) and not run(*create, "--without-pip"):
             raise SetupError("this Python makes no environments (Debian: apt install python3-venv)")
