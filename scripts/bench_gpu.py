@@ -114,12 +114,13 @@ def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
     Host and whole time are of forwards without the profiler, which slows the host down; the
     device's are of one forward with it.
     """
+    import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    from scripts.bench.bench_prefill import served, synchronizer
+    from scripts.bench.bench_prefill import served
 
-    synchronize = synchronizer(engine)
+    synchronize = torch.get_device_module(engine.runner.device).synchronize
     activities = [ProfilerActivity.CPU]
     if engine.runner.device == "cuda":
         activities.append(ProfilerActivity.CUDA)

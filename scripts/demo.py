@@ -45,7 +45,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,7 +52,7 @@ from typing import NoReturn
 
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from scripts.command_line import failed, heading, make_checkpoint, make_work_dir, new_parser
+from scripts.command_line import failed, make_checkpoint, make_log_dir, make_work_dir, new_parser
 from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify import verify
@@ -65,45 +64,34 @@ SHORT = ("--prompt-tokens", "512", "--repeats", "3")
 
 def bootstrap(args: argparse.Namespace) -> NoReturn:
     """Continue inside the demo's own virtual environment."""
-    heading("Virtual environment")
     python = str(prepare(args.venv, sglang=args.sglang_version))
     command = [python, str(Path(__file__).resolve()), *args.own, "--no-venv", "--", *args.flags]
     os.execv(python, command)
 
 
-def check_environment() -> None:
-    """Raise ``SetupError`` for what this interpreter's environment lacks."""
+def demo(args: argparse.Namespace) -> NoReturn:
+    """Go on as ``verify``, inside a complete environment."""
     names = ("sglang", "sglang_gemma4_yoco", "sglang_gemma4_reference")
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise SetupError(f"{sys.executable} lacks {missing}: install these, or leave out --no-venv")
-
-
-def demo(args: argparse.Namespace) -> NoReturn:
-    """Go on as ``verify``, inside a complete environment."""
-    check_environment()
-    device = "cuda"
     if verify.find_device(args.device) == "cpu":
-        device = "cpu"
-    logs: Path = args.work_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
-    logs.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "sglang_gemma4_yoco", "verify", "--device", device]
-    command += ["--output", str(logs)]
+        args.device, os.environ["SGLANG_PLATFORM"] = "cpu", "gemma4_cpu"
+    logs = make_log_dir(args.work_dir)
+    command = [sys.executable, "-m", "sglang_gemma4_yoco", "verify"]
+    command += ["--device", args.device, "--output", str(logs)]
+    flags = [*shlex.split(args.server_args), *args.flags]
     if args.model is not None:
         command += ["--model-path", args.model, "--prompt-tokens", "2048"]
-        args.flags = [*shlex.split(args.server_args), *args.flags]
     else:
-        heading("Model")
         model = make_checkpoint(args.preset, args.work_dir)
         say("Its weights are random, so its words mean nothing; that they are equal is the point.")
         questions = logs / "questions.txt"
         questions.write_text(QUESTIONS)
         command += ["--model-path", str(model), "--label", args.preset]
         command += ["--prompts", str(questions), *SHORT]
-        args.flags = ["--chunked-prefill-size", "512", *shlex.split(args.server_args), *args.flags]
-    command += [*args.of_verify, "--", *args.flags]
-    if device == "cpu":
-        os.environ["SGLANG_PLATFORM"] = "gemma4_cpu"
+        flags = ["--chunked-prefill-size", "512", *flags]
+    command += [*args.of_verify, "--", *flags]
     sys.stdout.flush()
     # In the place of this process, so that Ctrl-C and the exit status are those of verify.
     os.execv(command[0], command)
@@ -129,7 +117,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     verify.add_options(known)
     known.parse_args(["--model-path", "any", *of_verify])
     args.flags = argv[end + 1 :]
-    args.venv = args.venv.expanduser().absolute()
     return args
 
 

@@ -17,8 +17,7 @@ from sglang_gemma4_yoco.commands.console import CommandError, say
 REPO = Path(__file__).resolve().parent.parent
 SetupError = CommandError
 SGLANG_VERSION = "0.5.23"
-#: Of the package index: the newest release, and the newest of all. A range that names a
-#: pre-release admits pre-releases, of SGLang alone.
+#: A range that names a pre-release admits pre-releases, of SGLang alone.
 NEWEST = {"newest": f"sglang>={SGLANG_VERSION}", "prerelease": f"sglang>{SGLANG_VERSION}.dev0"}
 
 
@@ -28,17 +27,6 @@ def run(*command: str | Path) -> bool:
     return subprocess.run(command, cwd=REPO, check=False).returncode == 0
 
 
-def create_venv(venv: Path) -> None:
-    """Create a virtual environment with what this machine has."""
-    if venv.exists() and any(venv.iterdir()):
-        raise SetupError(f"{venv} exists and is not a virtual environment: choose another, --venv")
-    if run(sys.executable, "-m", "venv", venv):
-        return
-    # Debian's python3 has no ensurepip without python3-venv; its own pip may be there.
-    if not run(sys.executable, "-m", "venv", "--without-pip", venv):
-        raise SetupError("this Python makes no environments (Debian: apt install python3-venv)")
-
-
 def find_uv(venv: Path) -> Path:
     """The uv to install with: the environment's own, the machine's, or one that pip gets."""
     own, python = venv / "bin" / "uv", venv / "bin" / "python"
@@ -46,24 +34,28 @@ def find_uv(venv: Path) -> Path:
         return own
     if on_path := shutil.which("uv"):
         return Path(on_path)
-    if run(python, "-m", "pip", "install", "-q", "uv"):
-        return own
-    if run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "uv"):
-        return own
+    for pip in ((python, "-m", "pip"), (sys.executable, "-m", "pip", "--python", python)):
+        if run(*pip, "install", "-q", "uv"):
+            return own
     raise SetupError("uv could not be installed: is there a pip, and a network?")
 
 
-def prepare(venv: Path, *, sglang: str = SGLANG_VERSION, group: str = "cpu") -> Path:
+def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
     """Complete an environment with a release of SGLang, or one of ``NEWEST``; its interpreter."""
-    python = venv / "bin" / "python"
+    venv = venv.expanduser().absolute()
+    python, create = venv / "bin" / "python", (sys.executable, "-m", "venv", venv)
     if not (venv / "pyvenv.cfg").exists():
-        create_venv(venv)
+        if venv.exists() and any(venv.iterdir()):
+            raise SetupError(f"{venv} is not a virtual environment: choose another, --venv")
+        # Debian's python3 has no ensurepip without python3-venv; its own pip may be there.
+        if not run(*create) and not run(*create, "--without-pip"):
+            raise SetupError("this Python makes no environments (Debian: apt install python3-venv)")
     free = shutil.disk_usage(venv).free
     if free < 12e9 and not any(venv.glob("lib/*/site-packages/sglang")):
         raise SetupError(f"{venv} has {free / 1e9:.1f} GB of free disk, and SGLang needs about 12")
     release = NEWEST.get(sglang, f"sglang=={sglang}")
     # Editable, so that an environment of last week has the checkout of today.
-    packages = (release, "-e", str(REPO), f"--group={group}")
+    packages = (release, "-e", REPO, f"--group={group}")
     if run(find_uv(venv), "pip", "install", "--python", python, *packages):
         return python
     advice = "network and proxy; another Python (3.11 or later), or another --sglang-version"

@@ -8,12 +8,12 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from scripts.command_line import command_without_secrets
-from scripts.environment import REPO, SetupError
+from scripts.environment import REPO
 from sglang_gemma4_yoco.commands.console import say
 
 RESULTS = REPO / "benchmark" / "results"
@@ -41,26 +41,22 @@ def origin() -> dict[str, str]:
     }
 
 
+def begin_result(model: str, device: str, dtype: str) -> dict[str, Any]:
+    """A result before anything is measured: where it comes from, and what SGLang serves on what."""
+    about = {"model": model, "device": device_name(device), "dtype": dtype}
+    return {**origin(), **about, "sglang": version("sglang")}
+
+
 def commit() -> str:
     """The checkout's last commit, with ``-dirty`` if more than measurements has changed since."""
-    try:
-        return commit_of([".", ":(exclude)benchmark"])
-    except SetupError:
-        return "unknown"
-
-
-def commit_of(paths: Sequence[str]) -> str:
-    """The last commit that changed one of these; ``-dirty`` if there are changes since."""
 
     def git(*command: str) -> str:
-        done = subprocess.run(["git", *command], cwd=REPO, capture_output=True, text=True)
-        if done.returncode:
-            raise SetupError(f"git {command[0]} failed in {REPO}: {done.stderr.strip()}")
-        return done.stdout.strip()
+        words = ("git", *command, "--", ".", ":(exclude)benchmark")
+        return subprocess.run(words, cwd=REPO, capture_output=True, text=True).stdout.strip()
 
-    found = git("log", "-1", "--format=%h", "--abbrev=12", "--", *paths)
-    if git("status", "--porcelain", "--", *paths):
-        return f"{found}-dirty"
+    found = git("log", "-1", "--format=%h", "--abbrev=12") or "unknown"
+    if git("status", "--porcelain"):
+        found += "-dirty"
     return found
 
 

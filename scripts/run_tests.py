@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from scripts.command_line import new_parser
+from scripts.command_line import failed, new_parser
 from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare, run
 
 # What takes longest comes first, so that at the end no process waits long for the other.
@@ -39,7 +38,7 @@ def pytest_arguments(args: argparse.Namespace) -> list[str]:
     """What pytest is called with; files that are named run whole."""
     if args.gpu:
         return [*GPU, *args.pytest]
-    chosen: Sequence[str] = QUICK if args.quick else ()
+    chosen: tuple[str, ...] = QUICK if args.quick else ()
     if any("/" in one and (REPO / one.partition("::")[0]).exists() for one in args.pytest):
         return [*chosen, *args.pytest]
     if not args.quick and not args.all:
@@ -48,7 +47,7 @@ def pytest_arguments(args: argparse.Namespace) -> list[str]:
     return [*chosen, *IN_TWO_PROCESSES, *args.pytest, *folders]
 
 
-def parse_arguments(typed: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(typed: list[str] | None = None) -> argparse.Namespace:
     """The command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
@@ -69,24 +68,18 @@ def main() -> int:
     python = Path(sys.executable)
     try:
         if not args.gpu or find_spec("sglang") is None:
-            venv = args.venv.expanduser().absolute()
-            python = prepare(venv, sglang=args.sglang_version, group="dev")
+            python = prepare(args.venv, sglang=args.sglang_version, group="dev")
     except (SetupError, OSError) as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 2
+        return failed(failure)
     # Without stored bytecode every server that a test starts compiles all of SGLang again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.gpu:
         os.environ["YOCO_TEST_GPU"] = "1"
     commands: list[tuple[str | Path, ...]] = []
     if args.lint:
-        sources = sorted((REPO / "test" / "srt" / "rehearsal").glob("*.cpp"))
-        commands = [
-            (python, "-m", "ruff", "check", "."),
-            (python, "-m", "ruff", "format", "--check", "."),
-            (python.parent / "clang-format", "--dry-run", "--Werror", *sources),
-            (python, "-m", "mypy"),
-        ]
+        ruff, sources = python.with_name("ruff"), (REPO / "test/srt/rehearsal").glob("*.cpp")
+        commands = [(ruff, "check", "."), (ruff, "format", "--check", "."), (python, "-m", "mypy")]
+        commands.append((python.with_name("clang-format"), "--dry-run", "--Werror", *sources))
     commands.append((python, "-m", "pytest", *pytest_arguments(args)))
     return int(not all(run(*command) for command in commands))
 

@@ -43,17 +43,12 @@ sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
 ENOUGH = 4.0  # times its bound is what everything broken must come to
 
 
-def judged(group: Group) -> list[Result]:
-    """All models of a group, in the process that makes them."""
-    from scripts.bench import checked_models
-
-    return checked_models.judged(group)
-
-
 def in_a_process_of_its_own(group: Group) -> list[Result]:
     """All models of a group."""
+    from scripts.bench import checked_models
+
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(judged, group).result()
+        return process.submit(checked_models.judged, group).result()
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
@@ -103,8 +98,6 @@ def parse_arguments() -> Namespace:
     add = parser.add_argument
     add("--models", type=int, help="at most so many of each shape and type")
     add("--only", default="", help="shapes with this in their name")
-    add("--breakage", default="", help="breakages with this in their name")
-    add("--jobs", type=int, default=2, help="processes")
     add("--triton", action="store_true", help="on SGLang's Triton backend")
     add("--results", type=Path, help="where to put the results, as JSON")
     return parser.parse_args()
@@ -118,8 +111,8 @@ def main() -> int:
     began = time.monotonic()
     about = origin()  # before its own file is a change of the checkout
     results: list[Result] = []
-    wanted = checked_models.groups(args.breakage, args.only, args.models, args.triton)
-    with ThreadPoolExecutor(args.jobs) as pool:
+    wanted = checked_models.groups(args.only, args.models, args.triton)
+    with ThreadPoolExecutor(2) as pool:
         for found in pool.map(in_a_process_of_its_own, wanted):
             results += found
             counts = summary(results)

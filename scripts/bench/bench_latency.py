@@ -29,7 +29,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 
 from scripts.command_line import failed, make_checkpoint, make_log_dir, new_parser
 from scripts.environment import REPO, SetupError
-from scripts.result_files import device_name, origin, write_result
+from scripts.result_files import begin_result, write_result
 from sglang_gemma4_yoco.commands.console import say
 
 if TYPE_CHECKING:
@@ -116,26 +115,14 @@ def batch_sizes(log: str) -> dict[str, dict[str, float]]:
 
 def describe_run(run: dict[str, Any]) -> str:
     """Times and batches of one run, for a line."""
-    first, between = summarise_times(run["ttfts"]), list(chain.from_iterable(run["itls"]))
+    found = summed_up([run])
+    first, between = found["ttft_ms"], found["itl_ms"]
     told = f"{run['duration']:.2f} s, first token after {first['mean']:.0f} ms (mean; "
     told += f"median {first['50']:.0f}, p95 {first['95']:.0f}, p99 {first['99']:.0f})"
-    if between:
-        told += f", {1e3 * statistics.fmean(between):.0f} ms between tokens (mean)"
+    told += f", {between['mean']:.0f} ms between tokens (mean)"
     for name, sizes in run["batches"].items():
         told += f"; {name}: {sizes['mean']:.1f} (mean of {sizes['batches']})"
     return told
-
-
-def server_flags(args: argparse.Namespace, mixed: str) -> list[str]:
-    """The arguments of both servers."""
-    flags = f"--model-path {args.checkpoint} --chunked-prefill-size {args.chunk}"
-    if args.device == "cuda":
-        flags += " --load-format dummy --dtype bfloat16 --attention-backend triton"
-    else:
-        flags += " --dtype float32"
-    if mixed == "on":
-        flags += " --enable-mixed-chunk"
-    return shlex.split(f"{flags} {args.server_args}")
 
 
 def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str, Any]]:
@@ -143,9 +130,16 @@ def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str
     from sglang_gemma4_yoco.commands.verify.servers import check_switch, make_pair, run_servers
 
     folder.mkdir()
-    both = make_pair(server_flags(args, mixed), folder, device=args.device)
+    flags = f"--model-path {args.checkpoint} --chunked-prefill-size {args.chunk}"
+    if args.device == "cuda":
+        flags += " --load-format dummy --dtype bfloat16 --attention-backend triton"
+    else:
+        flags += " --dtype float32"
+    if mixed == "on":
+        flags += " --enable-mixed-chunk"
+    both = make_pair(shlex.split(f"{flags} {args.server_args}"), folder, device=args.device)
     points = []
-    with run_servers(both, args.start_timeout, one_by_one=args.device == "cuda"):
+    with run_servers(both, 600, one_by_one=args.device == "cuda"):
         for rate in args.rates:
             runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
             for seed, server in product(range(args.repeats), both):
@@ -175,7 +169,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--exact", action="store_true", help="all prompts and answers are of the longest's length")
     add("--chunk", type=int, default=256, help="tokens of a chunk")
     add("--server-args", default="", metavar="'...'", help="more arguments for both servers")
-    add("--start-timeout", type=float, default=600, metavar="SECONDS", help="of a server")
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and checkpoints")
     add("--json", type=Path, help="write the JSON document to this file too")
     return parser.parse_args()
@@ -186,16 +179,10 @@ def main() -> int:
     args = parse_arguments()
     from sglang_gemma4_yoco.commands.verify.servers import WrongPathError
 
+    dtype = "bfloat16"
     if args.device == "cpu":
-        os.environ["SGLANG_PLATFORM"] = "gemma4_cpu"
-    document = {
-        **origin(),
-        "model": args.preset,
-        "device": device_name(args.device),
-        "dtype": "bfloat16" if args.device == "cuda" else "float32",
-        "sglang": version("sglang"),
-        "points": [],
-    }
+        os.environ["SGLANG_PLATFORM"], dtype = "gemma4_cpu", "float32"
+    document = begin_result(args.preset, args.device, dtype) | {"points": []}
     for name in ("requests", "concurrency", "repeats", "prompt", "answer", "exact", "chunk"):
         document[name] = getattr(args, name)
     try:

@@ -45,7 +45,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,7 @@ from unittest import mock
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
 from scripts.command_line import new_parser
-from scripts.result_files import REHEARSAL, device_name, origin, write_result
+from scripts.result_files import REHEARSAL, begin_result, device_name, write_result
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.compare import Times
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
@@ -128,11 +127,6 @@ class Replayed:
     same_tokens: bool
     times: Times | None = None
 
-    @property
-    def differs(self) -> bool:
-        """Whether the answer is another one than stock's, in float32."""
-        return not self.same_tokens or self.max_logit_difference > 1e-3
-
 
 @dataclass(frozen=True)
 class Point:
@@ -166,8 +160,8 @@ class Point:
     @property
     def differs(self) -> bool:
         """Whether an answer is another one than stock's, in float32."""
-        eager = Replayed(self.path, self.max_logit_difference, self.same_tokens)
-        return eager.differs or any(one.differs for one in self.replayed.values())
+        answers: list[Point | Replayed] = [self, *self.replayed.values()]
+        return any(not one.same_tokens or one.max_logit_difference > 1e-3 for one in answers)
 
 
 class NotActiveError(Exception):
@@ -196,10 +190,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def loads(args: argparse.Namespace) -> list[Load]:
     """What is measured."""
-    found = []
-    for size, decoding, read in product(args.batch_sizes, args.decoding, args.read):
-        found += [Load(length, size, decoding, read) for length in args.lengths]
-    return found
+    every = product(args.batch_sizes, args.decoding, args.read, args.lengths)
+    return [Load(length, size, decoding, read) for size, decoding, read, length in every]
 
 
 def choose_device(wanted: str) -> str:
@@ -213,18 +205,12 @@ def choose_device(wanted: str) -> str:
 
 
 def build_engine(
-    preset: str,
-    device: str,
-    directory: Path,
-    rows: int,
-    *,
-    graphs: bool = False,
-    prefills: Sequence[int] = (),
+    preset: str, device: str, folder: Path, rows: int, *, graphs: bool, prefills: Sequence[int] = ()
 ) -> Any:
     """The model on SGLang's ModelRunner.
 
     Args:
-        preset: made in ``directory``, with random weights.
+        preset: made in ``folder``, with random weights.
         rows: of the largest batch.
         graphs: whether CUDA graphs are on.
         prefills: lengths of the prefills that SGLang captures; it captures no others.
@@ -232,15 +218,17 @@ def build_engine(
     from sglang_gemma4_reference import checkpoint, gemma3n
     from sglang_gemma4_reference.engine import Engine
 
-    options: dict[str, Any] = {"disable_cuda_graph": True}
-    if graphs:
-        options = {"cuda_graph_bs_decode": [1]}
-    if prefills:
-        options |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
-    options["dtype"] = "bfloat16"
+    options: dict[str, Any] = {"device": device, "dtype": "bfloat16", "load_format": "dummy"}
+    # The pool of the window layers must hold the batch too.
+    options |= {"max_total_tokens": rows + 1024, "swa_full_tokens_ratio": 1.0}
+    options["disable_cuda_graph"] = not graphs
     if device == "cpu":
         options["dtype"] = "float32"
-    path = directory / preset
+    if graphs:
+        options["cuda_graph_bs_decode"] = [1]
+    if prefills:
+        options |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
+    path = folder / preset
     if preset.startswith(GEMMA3N):
         gemma3n.write_config(path, gemma3n.PRESETS[preset.removeprefix(GEMMA3N)])
     else:
@@ -248,14 +236,7 @@ def build_engine(
     with ExitStack() as span:
         if prefills:
             span.enter_context(capturable(device))
-        engine = Engine(
-            path,
-            device=device,
-            load_format="dummy",
-            max_total_tokens=rows + 1024,
-            swa_full_tokens_ratio=1.0,  # the pool of the window layers must hold the batch too
-            **options,
-        )
+        engine = Engine(path, **options)
     randomise(engine)
     return engine
 
@@ -281,11 +262,7 @@ def capturable(device: str) -> AbstractContextManager[object]:
 
 
 def capture(engine: Any) -> None:
-    """Capture the tail; decode steps stay eager.
-
-    Raises:
-        NotActiveError: the tail was not captured.
-    """
+    """Capture the tail, or raise ``NotActiveError``; decode steps stay eager."""
     from sglang_gemma4_reference import releases
     from sglang_gemma4_yoco.loading import start
 
@@ -303,15 +280,15 @@ def randomise(engine: Any) -> None:
     from sglang_gemma4_reference import checkpoint, gemma3n
 
     torch.manual_seed(0)
+    model, draw, prefix = engine.text_model, checkpoint.randomise, "model.language_model"
+    if hasattr(model, "altup_projections"):
+        draw, prefix = gemma3n.randomise, "model"
     with torch.no_grad():
-        if hasattr(engine.text_model, "altup_projections"):
-            for name, weight in engine.text_model.named_parameters():
-                gemma3n.randomise(f"model.{name}", weight)
-            return
-        for name, weight in engine.text_model.named_parameters():
-            checkpoint.randomise(f"model.language_model.{name}", weight)
-        for layer in engine.text_model.layers:
-            layer.layer_scalar.fill_(0.95)
+        for name, weight in model.named_parameters():
+            draw(f"{prefix}.{name}", weight)
+        for layer in model.layers:
+            if hasattr(layer, "layer_scalar"):
+                layer.layer_scalar.fill_(0.95)
 
 
 def must_have_spread(logits: torch.Tensor) -> None:
@@ -323,39 +300,32 @@ def must_have_spread(logits: torch.Tensor) -> None:
         raise NotActiveError(f"the logits' standard deviation is {spread:.1e}: nothing is compared")
 
 
-def synchronizer(engine: Any) -> Callable[[], None]:
-    """What waits for the engine's device."""
-    import torch
-
-    if engine.runner.device == "cuda":
-        return torch.cuda.synchronize
-    return lambda: None
-
-
 @contextmanager
 def served(engine: Any, way: str) -> Iterator[None]:
     """The fast path is on or off, and SGLang replays captured prefills or not, as the way says."""
     from sglang_gemma4_reference.engine import switched
     from sglang_gemma4_yoco import compat
+    from sglang_gemma4_yoco.core import eligibility
 
+    patched, switch = mock.patch.object, "1"
+    if way in ("off", OFF_REPLAYED):
+        switch = "0"
     with ExitStack() as span:
-        span.enter_context(switched("0" if way in ("off", OFF_REPLAYED) else "1"))
+        span.enter_context(switched(switch))
         if way not in REPLAYED and compat.server.get_captured_prefills(engine.runner) is not None:
             runner = engine.runner.prefill_cuda_graph_runner
-            span.enter_context(mock.patch.object(runner, "can_run_graph", return_value=False))
+            span.enter_context(patched(runner, "can_run_graph", return_value=False))
+        if way == "front":  # which answers nothing, so no gate would ever admit it
+            span.enter_context(patched(eligibility, "is_intermediate_chunk", return_value=True))
         yield
 
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
-    from sglang_gemma4_yoco.core import eligibility
+    import torch
 
-    synchronize = synchronizer(engine)
-    with ExitStack() as span:
-        span.enter_context(served(engine, way))
-        if way == "front":  # which answers nothing, so no gate would ever admit it
-            pretended = mock.patch.object(eligibility, "is_intermediate_chunk", return_value=True)
-            span.enter_context(pretended)
+    synchronize = torch.get_device_module(engine.runner.device).synchronize
+    with served(engine, way):
         synchronize()
         began = time.perf_counter()
         output = engine.forward(batch)
@@ -369,11 +339,12 @@ def timed_in_turns(
     """Seconds of each way's forwards, and the logits of its last; each round begins elsewhere."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     logits: dict[str, torch.Tensor] = {}
-    for repeat in range(repeats):
-        for i in range(len(ways)):
-            way = ways[(i + repeat) % len(ways)]
+    order = list(ways)
+    for _ in range(repeats):
+        for way in order:
             spent, logits[way] = timed(engine, batch, way)
             seconds[way].append(spent)
+        order.append(order.pop(0))
     return seconds, logits
 
 
@@ -382,29 +353,33 @@ def rows_of_forward(engine: Any, batch: Any) -> list[int]:
     rows: list[int] = []
     with ExitStack() as span:
         for layer in engine.text_model.layers:
-            hook = layer.mlp.register_forward_pre_hook(
-                lambda _, args: rows.append(args[0].shape[0])
-            )
+            hook = layer.mlp.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[0]))
             span.callback(hook.remove)
         timed(engine, batch, "on")
     return rows + [0] * (len(engine.text_model.layers) - len(rows))
 
 
-def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
-    """``active`` or a reason, and the rows of each layer.
-
-    Raises:
-        NotActiveError: rows and report contradict each other, or nothing was reported.
-    """
+def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
+    """What the package reports of one ``forward``, and its result; else ``NotActiveError``."""
     from sglang_gemma4_yoco import counters
 
     counters.forwards.clear()
-    rows = rows_of_forward(engine, batch)
-    ((outcome, _),) = counters.forwards.items() or (("nothing reported", 0),)
-    replayed = outcome == counters.TAIL_CAPTURED
-    launched = 0 if replayed else load.kept
+    given = forward()
+    if len(counters.forwards) != 1:
+        raise NotActiveError(f"the package reports {dict(counters.forwards)}")
+    return next(iter(counters.forwards)), given
+
+
+def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
+    """``active`` or a reason, and the rows of each layer; ``NotActiveError`` if they contradict."""
+    from sglang_gemma4_yoco import counters
+
+    outcome, rows = with_outcome(partial(rows_of_forward, engine, batch))
+    launched = load.kept
+    if outcome == counters.TAIL_CAPTURED:
+        launched = 0
     fast = rows[0] == load.total > load.kept and rows[-1] == launched
-    if fast != (replayed or outcome == counters.TAIL_EAGER) or outcome == "nothing reported":
+    if fast != (outcome in (counters.TAIL_CAPTURED, counters.TAIL_EAGER)):
         raise NotActiveError(f"the package says {outcome!r}, the layers computed {rows} rows")
     return outcome, rows
 
@@ -432,23 +407,14 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
 def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[str, Replayed]:
     """What comes of the ways whose prefill SGLang replays, if it has captured one of these rows.
 
-    Args:
-        stock: the logits of the eager stock forward.
-
-    Raises:
-        NotActiveError: nothing was reported of the fast path.
+    It is compared with ``stock``, the logits of the eager stock forward.
     """
-    from sglang_gemma4_yoco import counters
-
     if rows not in captured_rows(engine):
         return {}
     found = {}
     for way in REPLAYED:
-        counters.forwards.clear()
-        logits = timed(engine, batch, way)[1].clone()
-        if len(counters.forwards) != 1:
-            raise NotActiveError(f"{way}: the package reports {dict(counters.forwards)}")
-        found[way] = Replayed(next(iter(counters.forwards)), *agreement(logits, stock))
+        path, (_, logits) = with_outcome(partial(timed, engine, batch, way))
+        found[way] = Replayed(path, *agreement(logits, stock))
     return found
 
 
@@ -466,11 +432,7 @@ def captured_rows(engine: Any) -> list[int]:
 
 
 def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dict[str, Counts]:
-    """What the host does for one batch, in each way.
-
-    Raises:
-        NotActiveError: SGLang was to replay, and did not.
-    """
+    """What the host does in each way; ``NotActiveError`` if SGLang was to replay, and did not."""
     from scripts.bench import host_work
 
     counts = {}
@@ -485,8 +447,8 @@ def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dic
 def measure(engine: Any, load: Load, repeats: int) -> Point:
     """Time one batch all three ways, in turns, and verify the answers.
 
-    Raises:
-        NotActiveError: the fast path did not run and gave no reason, or no answer could differ.
+    Raises ``NotActiveError`` where the fast path did not run and gave no reason, or where no answer
+    could differ.
     """
     batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size), slots=None)
     path, rows = path_taken(engine, batch, load)
@@ -501,7 +463,7 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
         of_replays, _ = timed_in_turns(engine, batch, REPLAYED, repeats)
         for way, found in by_replay.items():
             by_replay[way] = replace(found, times=Times.of(of_replays[way]))
-    off, on, front = Times.of(seconds["off"]), Times.of(seconds["on"]), Times.of(seconds["front"])
+    off, on, front = map(Times.of, seconds.values())
     possible, realised = off.median - front.median, math.nan
     if possible > 0:
         realised = (off.median - on.median) / possible
@@ -523,24 +485,17 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
     )
 
 
-def microseconds(call: Callable[[], Any]) -> float:
-    """Time of one call, the best of several runs: the rest is other work on the machine."""
-    timer = timeit.Timer(call)
-    number, _ = timer.autorange()
-    return min(timer.repeat(5, number)) / number * 1e6
-
-
 def measure_gate(engine: Any) -> dict[str, float]:
     """What the package adds to forwards that it leaves alone, in microseconds.
 
     Stock functions that do nothing are called with the package's wrappers around them, and without.
     """
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
+    from sglang_gemma4_reference import releases
     from sglang_gemma4_reference.engine import Prompt
+    from sglang_gemma4_yoco import compat
     from sglang_gemma4_yoco.core import plan
     from sglang_gemma4_yoco.core.forward import wrap_model_forward
-    from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState, find_state
+    from sglang_gemma4_yoco.core.state import ModelState
     from sglang_gemma4_yoco.core.tail import TailBackend
     from sglang_gemma4_yoco.models import registry
 
@@ -551,31 +506,26 @@ def measure_gate(engine: Any) -> dict[str, float]:
     def stock(self: Any, input_ids: Any, positions: Any, forward_batch: Any) -> None:
         pass
 
-    backend, model = Backend(), engine.text_model
-    plain_plan, wrapped = backend.init_forward_metadata, wrap_model_forward(stock)
-    attached = find_state(model)
-    kind = registry.find_kind(model)
-    known = ModelState(model, kind, None, TailBackend(backend, Backend()))
-    known.attach(plan.plan_batch)
+    def taken(forward: Callable[..., Any], backend: Backend, forward_batch: Any) -> float:
+        arguments = (model, forward_batch.input_ids, forward_batch.positions, forward_batch)
+        planned = backend.init_forward_metadata
+        timer = timeit.Timer(lambda: (planned(forward_batch), forward(*arguments)))
+        number, _ = timer.autorange()
+        return min(timer.repeat(5, number)) / number * 1e6  # the rest is the machine's other work
+
+    backend, model, wrapped = Backend(), engine.text_model, wrap_model_forward(stock)
+    attention = TailBackend(backend, Backend())
+    known = ModelState(model, registry.find_kind(model), None, attention)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
-    prefill = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
-    decode = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
-    decode.forward_mode = ForwardMode.DECODE
-
-    def taken(forward: Callable[..., Any], plan: Callable[[Any], Any], forward_batch: Any) -> float:
-        arguments = (model, forward_batch.input_ids, forward_batch.positions, forward_batch)
-        return microseconds(lambda: (plan(forward_batch), forward(*arguments)))
-
-    added = {}
-    try:
-        for name, forward_batch in (("ineligible_prefill_us", prefill), ("decode_us", decode)):
-            with_package = taken(wrapped, backend.init_forward_metadata, forward_batch)
-            added[name] = round(with_package - taken(stock, plain_plan, forward_batch), 3)
-    finally:
+    forward_batch, added = releases.forward_batch(batch, engine.runner), {}
+    with mock.patch.dict(model.__dict__):  # the state that the model has comes back
+        known.attach(plan.plan_batch)
+        for name in ("ineligible_prefill_us", "decode_us"):
+            with_package = taken(wrapped, backend, forward_batch)
+            added[name] = round(with_package - taken(stock, Backend(), forward_batch), 3)
+            forward_batch.forward_mode = compat.batch.ForwardMode.DECODE
         known.close()
-        if attached is not None:
-            model.__dict__[STATE_ENTRY] = attached
     return added
 
 
@@ -583,13 +533,10 @@ def describe(preset: str, engine: Any) -> dict[str, Any]:
     """Where the figures come from: command, commit, model, machine and versions."""
     import torch
 
+    dtype = next(engine.text_model.parameters()).dtype
     return {
-        **origin(),
-        "model": preset,
-        "device": device_name(engine.runner.device),
+        **begin_result(preset, engine.runner.device, str(dtype)),
         "torch_threads": torch.get_num_threads(),
-        "dtype": str(next(engine.text_model.parameters()).dtype),
-        "sglang": version("sglang"),
         "torch": torch.__version__,
         "attention_backend": type(engine.runner.attn_backend).__name__,
     }
@@ -617,15 +564,10 @@ def main() -> int:
     import torch
 
     points: list[Point] = []
+    rows = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
+    graphs: dict[str, Any] = {"graphs": bool(args.graphs), "prefills": buckets(args, device)}
     with tempfile.TemporaryDirectory() as directory:
-        engine = build_engine(
-            args.preset,
-            device,
-            Path(directory),
-            max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1),
-            graphs=args.graphs is not None,
-            prefills=buckets(args, device),
-        )
+        engine = build_engine(args.preset, device, Path(directory), rows, **graphs)
         if args.graphs:
             capture(engine)
         document = describe(args.preset, engine)  # before its file is a change

@@ -10,7 +10,7 @@ import copy
 import inspect
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,18 +36,14 @@ def _is_triton(backend: Any) -> bool:
 
 
 @contextmanager
-def _window(state: ModelState, *, more: int, donor_alone: bool = False) -> Iterator[bool]:
-    """The tail's rows see so many keys more in their windows."""
-    attention, layers = state.attention, state.tail_layers
-    assert attention is not None
-    broken = {
-        layer.self_attn.attn
-        for layer in (layers[:1] if donor_alone else layers)
-        if compat.attention.count_keys_in_window(layer.self_attn.attn)
-    }
-    tail, whole_window = attention.tail, compat.attention.widen_window
+def _window(state: ModelState, *, more: int, layers: int | None = None) -> Iterator[bool]:
+    """Rows of the tail's first ``layers``, or of all, see so many keys more in their windows."""
+    assert state.attention is not None
+    attentions = [layer.self_attn.attn for layer in state.tail_layers[:layers]]
+    broken = set(filter(compat.attention.count_keys_in_window, attentions))
+    tail, whole_window = state.attention.tail, compat.attention.widen_window
     on_triton = _is_triton(tail)
-    if not broken or (on_triton and donor_alone):  # whose windows are planned for all layers
+    if not broken or (on_triton and layers):  # whose windows are planned for all layers
         yield False
         return
 
@@ -60,8 +56,6 @@ def _window(state: ModelState, *, more: int, donor_alone: bool = False) -> Itera
 
         return forward
 
-    names = ("forward_decode", "forward_extend")
-
     @contextmanager
     def planned(backend: Any) -> Iterator[None]:  # Triton's windows are what was planned
         with whole_window(backend):
@@ -71,12 +65,13 @@ def _window(state: ModelState, *, more: int, donor_alone: bool = False) -> Itera
             finally:
                 backend.sliding_window_size -= more
 
-    with ExitStack() as stack:
-        if on_triton:
-            stack.enter_context(mock.patch.object(compat.attention, "widen_window", planned))
-        else:
-            narrow = {name: narrower(getattr(tail, name)) for name in names}
-            stack.enter_context(replaced(tail, **narrow))
+    span: AbstractContextManager[object]
+    if on_triton:
+        span = mock.patch.object(compat.attention, "widen_window", planned)
+    else:
+        decode, extend = narrower(tail.forward_decode), narrower(tail.forward_extend)
+        span = replaced(tail, forward_decode=decode, forward_extend=extend)
+    with span:
         yield True
 
 
@@ -90,10 +85,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
         return
     plan = compat.attention.plan_tail
 
-    stock = getattr(tail, "_written", None)
-
-    def untranslated(*args: Any) -> Any:
-        assert stock is not None
+    def untranslated(stock: Callable[..., Any], *args: Any) -> Any:
         cache = stock(*args)
         if cache.window_slots is None:
             return cache
@@ -108,11 +100,12 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
         slots[:count] = slots[:count].roll(1)
         metadata.window_kv_indices = slots
 
-    with ExitStack() as stack:
-        if _is_triton(tail):
-            stack.enter_context(mock.patch.object(compat.attention, "plan_tail", planned))
-        else:
-            stack.enter_context(replaced(tail, _written=untranslated))
+    span: AbstractContextManager[object]
+    if _is_triton(tail):
+        span = mock.patch.object(compat.attention, "plan_tail", planned)
+    else:
+        span = replaced(tail, _written=partial(untranslated, tail._written))
+    with span:
         yield True
 
 
@@ -221,8 +214,8 @@ def _stale(state: ModelState, name: str) -> Iterator[bool]:
 BREAKAGES: Mapping[str, Breakage] = {
     "windows one key short": partial(_window, more=-1),
     "windows one key long": partial(_window, more=1),
-    "the donor's window one key short": partial(_window, more=-1, donor_alone=True),
-    "the donor's window one key long": partial(_window, more=1, donor_alone=True),
+    "the donor's window one key short": partial(_window, more=-1, layers=1),
+    "the donor's window one key long": partial(_window, more=1, layers=1),
     "slots of the other pool": _other_pool,
     "positions one too high": _layers_run(_positions),
     "rows of the next request": _wrong(KeptRows, "suffixes", _next_request),

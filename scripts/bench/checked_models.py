@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import random
 import statistics
@@ -71,16 +72,11 @@ TIMED = ("E2B_MINI", "E4B_MINI")  # models whose time is not all the host's
 
 @dataclass(frozen=True)
 class Group:
-    """Models of one shape and type, which one process makes.
-
-    Attributes:
-        breaks: the ways in which they are broken.
-    """
+    """Models of one shape and type, which one process makes."""
 
     shape: str
     dtype: str
     count: int
-    breaks: Sequence[str]
     triton: bool
 
 
@@ -111,25 +107,24 @@ class Result:
     where: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        least = "nothing was broken"
-        if self.found:
-            name = min(self.found, key=lambda name: self.found[name])
-            least = f"found least: {name}, {self.found[name]:.1f} times its bound"
+        least = min(self.found.values(), default=math.nan)
         return (
             f"{self.model}, {self.dtype}, sharpness {self.sharpness:g}, post-norms "
             f"{self.post_norms:g}, outliers {self.outliers:g}, seed {self.seed}: check "
-            f"{self.check:.2f}, audits {self.audits:.2f}, proofs {self.proof:.2f}; {least}"
+            f"{self.check:.2f}, audits {self.audits:.2f}, proofs {self.proof:.2f}; "
+            f"what is broken is found by at least {least:.1f} times the bound"
         )
 
 
-def groups(breakage: str, only: str, models: int | None, triton: bool) -> list[Group]:
-    """All models that are asked for: of shapes and breakages with these words in their names."""
-    breaks = [name for name in BREAKAGES if breakage in name]
-    found = []
-    for name, (_, counts) in (TRITON if triton else SHAPES).items():
+def groups(only: str, models: int | None, triton: bool) -> list[Group]:
+    """All models that are asked for: of shapes with this word in their names."""
+    shapes, found = SHAPES, []
+    if triton:
+        shapes = TRITON
+    for name, (_, counts) in shapes.items():
         for dtype, count in zip(DTYPES, counts, strict=True):
             if only in name and count:
-                found.append(Group(name, dtype, min(count, models or count), breaks, triton))
+                found.append(Group(name, dtype, min(count, models or count), triton))
     return found
 
 
@@ -137,17 +132,11 @@ def groups(breakage: str, only: str, models: int | None, triton: bool) -> list[G
 def engines(shape: checkpoint.Gemma4Shape, dtype: str) -> Iterator[Engine]:
     """An engine of this shape, its tail captured, whose weights are to be drawn."""
     with tempfile.TemporaryDirectory() as directory:
-        path = checkpoint.write_checkpoint(
-            directory, dataclasses.replace(shape, dtype=dtype), weights=False
-        )
-        engine = Engine(
-            path,
-            device="cpu",
-            dtype=dtype,
-            max_total_tokens=4096,
-            load_format="dummy",
-            cuda_graph_bs_decode=[1, 2, 4, 8],
-        )
+        typed = dataclasses.replace(shape, dtype=dtype)
+        path = checkpoint.write_checkpoint(directory, typed, weights=False)
+        options: dict[str, Any] = {"max_total_tokens": 4096, "load_format": "dummy"}
+        graphs = [1, 2, 4, 8]
+        engine = Engine(path, device="cpu", dtype=dtype, cuda_graph_bs_decode=graphs, **options)
         with recorded_decode_steps(engine):
             yield engine
 
@@ -207,64 +196,56 @@ def audited(engine: Engine, state: Any, draws: random.Random, number: int, resul
     result.audits = counters.audits.worst
 
 
-def proved(state: Any, runner: Any, result: Result) -> None:
-    """Every graph of the captured tail, full and padded."""
-    errors = []
-    for size in state.captured.rows:
-        errors += [one.excess for one in tail_graphs.compare_graph(state.captured, runner, size)]
-    result.proof, result.proved = max(errors), len(errors)
-
-
 def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
     """What a prefill of 512 tokens takes in ms, and an audited one; and the check, in small ones.
 
-    Medians of seven, in turns; in a process that times nothing else, on a machine that may.
-
-    Args:
-        seconds: that the check has taken.
+    Medians of seven, in turns; in a process that times nothing else, on a machine that may. The
+    check has taken so many ``seconds``.
     """
     auditor = audit.Auditor(state, engine.runner.model.logits_processor, 1)
-    prompt = [Prompt((), tuple(range(20, 20 + 512)))]
-    few = [Prompt((), tuple(range(20, 27)))]
-    ways: dict[str, tuple[str, list[Prompt], audit.Auditor | None]] = {
-        "stock": ("0", prompt, None),
-        "fast": ("1", prompt, None),
-        "audited": ("1", prompt, auditor),
+    few, many = Prompt((), tuple(range(20, 27))), Prompt((), tuple(range(20, 20 + 512)))
+    ways: dict[str, tuple[str, Prompt, audit.Auditor | None]] = {
+        "stock": ("0", many, None),
+        "fast": ("1", many, None),
+        "audited": ("1", many, auditor),
         "small": ("0", few, None),
     }
     took: dict[str, list[float]] = defaultdict(list)
     for _ in range(7):
-        for way, (switch, prompts, state.after_cut) in ways.items():
-            batch = engine.schedule(prompts)
+        for way, (switch, prompt, state.after_cut) in ways.items():
+            batch = engine.schedule([prompt])
             with switched(switch):
                 began = time.perf_counter()
                 engine.forward(batch)
                 took[way].append(time.perf_counter() - began)
     state.after_cut = None
-    return {
-        "stock_ms": 1e3 * statistics.median(took["stock"]),
-        "fast_ms": 1e3 * statistics.median(took["fast"]),
-        "audited_ms": 1e3 * statistics.median(took["audited"]),
-        "check_in_small_stock_prefills": seconds / statistics.median(took["small"]),
-    }
+    stock, fast, with_audit, small = map(statistics.median, took.values())
+    found = {"stock_ms": 1e3 * stock, "fast_ms": 1e3 * fast, "audited_ms": 1e3 * with_audit}
+    return found | {"check_in_small_stock_prefills": seconds / small}
 
 
 @torch.no_grad()
 def judge(
     engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str], number: int
 ) -> None:
-    """The unbroken package, in the check, proofs and ``number`` audits; then every breakage."""
-    state = start.get_state(engine.text_model)
-    checked = check.check_model(engine.runner, state)
+    """The unbroken package, in the check, proofs and ``number`` audits; then every breakage.
+
+    Proofs are of every graph of the captured tail, full and padded.
+    """
+    state, runner = start.get_state(engine.text_model), engine.runner
+    checked = check.check_model(runner, state)
     if checked.worst is None:
         raise SystemExit(f"{result.model}: {checked}")
     result.check, result.seconds = checked.worst.excess, checked.seconds
     if isinstance(state.captured, TailGraphs):
-        proved(state, engine.runner, result)
+        for size in state.captured.rows:
+            for one in tail_graphs.compare_graph(state.captured, runner, size):
+                result.proof = max(result.proof, one.excess)
+                result.proved += 1
     audited(engine, state, draws, number, result)
     if result.model in TIMED and result.dtype == "bfloat16":
         result.cost = costs(engine, state, result.seconds)
-    with check.run_both_paths(engine.runner, state) as both:
+    with check.run_both_paths(runner, state) as both:
         for name in breaks:
             with BREAKAGES[name](state) as applies:
                 if applies:
@@ -291,11 +272,11 @@ def judged(group: Group) -> list[Result]:
         for kind in kinds(group.count, seed):
             draw(engine.text_model, dataclasses.replace(shape, outlier_share=0.02, **kind))
             result = Result(group.shape, group.dtype, **kind)
-            breaks = group.breaks
+            breaks = list(BREAKAGES)
             if group.triton:
                 first = _BROKEN_ON_TRITON * kind["seed"] % len(breaks)
-                turned = [*breaks[first:], *breaks[:first]]
-                breaks = turned[:_BROKEN_ON_TRITON]
+                breaks = [*breaks[first:], *breaks[:first]]
+                del breaks[_BROKEN_ON_TRITON:]
             judge(engine, result, random.Random(kind["seed"]), breaks, number)
             results.append(result)
             print(result, flush=True)

@@ -10,10 +10,11 @@ kernel. Reads are those that ``host_reads`` sees.
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -44,20 +45,13 @@ class Counts:
 
 def count(forward: Callable[[], Any]) -> Counts:
     """How often the host did what in one ``forward``."""
-    counts = Counts()
+    seen: Counter[str] = Counter()
+    operation = partial(seen.update, ["operations"])
+    launch = partial(seen.update, ["triton_launches"])
+    replay = partial(seen.update, ["operations", "replays"])
 
-    def operation(*_: Any) -> None:
-        counts.operations += 1
-
-    def replay(*_: Any) -> None:
-        counts.operations += 1
-        counts.replays += 1
-
-    def launch(*_: Any) -> None:
-        counts.triton_launches += 1
-
-    def read(*_: Any) -> None:
-        counts.device_reads += 1
+    def read(_: str) -> None:
+        seen["device_reads"] += 1
 
     with ExitStack() as span:
         # Where a CPU's server records prefills, CUDA's class is the CPU's.
@@ -70,14 +64,14 @@ def count(forward: Callable[[], Any]) -> Counts:
         span.enter_context(host_reads.noted(read))
         span.enter_context(_Dispatched(operation))
         forward()
-    return counts
+    return Counts(**seen)
 
 
 def _noted(owner: Any, name: str, note: Callable[[], None]) -> Any:
     """A span in which each call of a method is noted, and what it does inside is not seen."""
     stock = getattr(owner, name)
 
-    @functools.wraps(stock)
+    @wraps(stock)
     def noting(*args: Any, **kwargs: Any) -> Any:
         note()
         with unseen():

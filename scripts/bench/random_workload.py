@@ -35,8 +35,8 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,15 +44,16 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 
 from scripts.command_line import failed, make_checkpoint, make_log_dir, new_parser
 from scripts.environment import REPO, SetupError
-from scripts.result_files import device_name, origin, write_result
+from scripts.result_files import begin_result, write_result
 from sglang_gemma4_yoco.commands.console import say
 
 if TYPE_CHECKING:
     from harness.server import Server
 
 sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
-FLAT_BYTES = 32e6
-"""Memory may grow by this much in the second half."""
+PRESET = "E2B_TINY"
+CLIENTS = 16
+FLAT_BYTES = 32e6  # memory may grow by this much in the second half
 FALLBACK = "falls back to stock: "
 ARGUMENTS = ("--max-total-tokens", "32768", "--chunked-prefill-size", "1024")
 CAPTURED_ROWS = (1, 2, 4, 8, 16)
@@ -88,6 +89,11 @@ class Pass:
     memory_end: float = 0.0
     problems: list[str] = field(default_factory=list)
 
+    def require(self, holds: object, otherwise: str) -> None:
+        """Note a problem unless something is so."""
+        if not holds:
+            self.problems.append(otherwise)
+
 
 def resident_bytes(pid: int) -> int:
     """Of a process and of all that it has started."""
@@ -95,17 +101,18 @@ def resident_bytes(pid: int) -> int:
 
     root, total = psutil.Process(pid), 0
     for process in [root, *root.children(recursive=True)]:
-        try:
+        with suppress(psutil.NoSuchProcess):
             total += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
     return total
 
 
 def run_pass(
-    name: str, server: Server, workload: Sequence[Any], args: argparse.Namespace
+    name: str, server: Server, workload: Sequence[Any], captured: Sequence[int]
 ) -> tuple[Pass, list[Any]]:
-    """Put all requests to one server, and look at what it did; returns the answers too."""
+    """Put all requests to one server, and look at what it did; returns the answers too.
+
+    ``captured`` are the row counts for which its tail is captured.
+    """
     from tqdm import tqdm
 
     from sglang_gemma4_reference import tail_failures
@@ -123,7 +130,7 @@ def run_pass(
                 memory.append(resident_bytes(server.process.pid))
 
         began = time.monotonic()
-        answers = ask_all(client, workload, concurrency=args.concurrency, answered=answered)
+        answers = ask_all(client, workload, concurrency=CLIENTS, answered=answered)
         result.seconds = time.monotonic() - began
     half, tenth = len(memory) // 2, len(memory) // 10 + 1
     result.memory_half = statistics.median(memory[half:][:tenth])
@@ -131,18 +138,16 @@ def run_pass(
     result.used_tokens = held_tokens(client)
     result.reasons = [line.split(FALLBACK)[1] for line in server.log_lines(FALLBACK)]
     result.injected = len(tail_failures.so_far(server.failures)) - injected
-    judge_forwards(result, server, server.prefills(since=mark), args.captured)
-    problems = {
-        "memory grows": result.memory_end - result.memory_half > FLAT_BYTES,
-        f"{result.used_tokens} slots are held by no request": result.used_tokens,
-        "SGLang has found a leak; see its log": "leak detected" in server.log().lower(),
-    }
-    result.problems += [what for what, is_so in problems.items() if is_so]
+    judge_forwards(result, server.fast, server.prefills(since=mark), captured)
+    result.require(result.memory_end - result.memory_half <= FLAT_BYTES, "memory grows")
+    result.require(not result.used_tokens, f"{result.used_tokens} slots are held by no request")
+    leaks = "leak detected" in server.log().lower()
+    result.require(not leaks, "SGLang has found a leak; see its log")
     return result, answers
 
 
 def judge_forwards(
-    result: Pass, server: Server, prefills: Sequence[Any], replays_tails: bool
+    result: Pass, fast: bool, prefills: Sequence[Any], captured: Sequence[int]
 ) -> None:
     """Whether each forward has computed the rows that it had to, and no others."""
     from harness.layer_rows import fast_rows, is_replayed
@@ -155,26 +160,23 @@ def judge_forwards(
     with_rows_to_skip = forwards.total() - forwards[kinds.NOTHING_TO_SKIP]
     result.eligible_share = shortened / max(with_rows_to_skip, 1)
     result.replays = sum(prefill.replays for prefill in prefills)
-    problems = {
-        f"{result.injected} failures, {served_by_stock} forwards served by stock": (
-            served_by_stock != result.injected
-        )
-    }
-    if not server.fast:
-        others = forwards.keys() - {kinds.STOCK, kinds.NOTHING_TO_SKIP}
-        problems["the stock server skipped rows"] = bool(others)
-    else:
-        problems["the fast path was not active"] = not forwards[kinds.ACTIVE]
-        problems["no tail was replayed"] = replays_tails and not result.replays
-        captured = CAPTURED_ROWS if replays_tails else ()
-        for prefill in prefills:
-            # Where the tail is replayed, one row that can be skipped is enough.
-            minimum = 1 if is_replayed(prefill, 1, captured) else None
-            due = fast_rows(prefill, minimum, captured)[-1], is_replayed(prefill, minimum, captured)
-            if kinds.outcome(prefill) != kinds.SERVED_BY_STOCK:
-                wrong = (prefill.rows[-1], prefill.replays) != due
-                problems[f"a forward with {due[0]} rows to compute: {prefill}"] = wrong
-    result.problems += [what for what, is_so in problems.items() if is_so]
+    wrong = f"{result.injected} failures, {served_by_stock} forwards served by stock"
+    result.require(served_by_stock == result.injected, wrong)
+    if not fast:
+        stock = {kinds.STOCK, kinds.NOTHING_TO_SKIP}
+        result.require(forwards.keys() <= stock, "the stock server skipped rows")
+        return
+    result.require(forwards[kinds.ACTIVE], "the fast path was not active")
+    result.require(result.replays or not captured, "no tail was replayed")
+    for prefill in prefills:
+        minimum = None
+        if is_replayed(prefill, 1, captured):
+            minimum = 1  # one row that can be skipped is enough
+        rows = fast_rows(prefill, minimum, captured)[-1]
+        replays = is_replayed(prefill, minimum, captured)
+        if kinds.outcome(prefill) != kinds.SERVED_BY_STOCK:
+            right = (prefill.rows[-1], prefill.replays) == (rows, replays)
+            result.require(right, f"a forward with {rows} rows to compute: {prefill}")
 
 
 def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
@@ -183,65 +185,45 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
     from sglang_gemma4_reference.checkpoint import PRESETS
     from sglang_gemma4_reference.workload import Client, compare, random_requests
 
-    checkpoint = make_checkpoint(args.preset, args.work_dir)
-    workload = random_requests(
-        args.requests,
-        seed=args.seed,
-        vocabulary=PRESETS[args.preset].vocab_size,
-        longest=args.longest,
-    )
+    checkpoint = make_checkpoint(PRESET, args.work_dir)
+    vocabulary = PRESETS[PRESET].vocab_size
+    workload = random_requests(args.requests, seed=args.seed, vocabulary=vocabulary, longest=4000)
     env = {**DEFAULT_THRESHOLD, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     off: dict[str, Any] = {"switch": "0", "arguments": ARGUMENTS, "env": env, "spawned": True}
-    on = off | {"switch": None}
+    on, captured = off | {"switch": None}, tuple[int, ...]()
     if args.captured:
-        on["arguments"] = (*ARGUMENTS, "--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS))
+        captured = CAPTURED_ROWS
+        on["arguments"] = (*ARGUMENTS, "--cuda-graph-bs-decode", *map(str, captured))
         on["env"] = env | {"GEMMA4_CPU_GRAPHS": "decode", "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": "16"}
     passes, comparisons = [], []
     with (
         running(checkpoint, logs / "off", **off) as stock,
         running(checkpoint, logs / "on", **on) as fast,
     ):
-        result, reference = run_pass("off", stock, workload, args)
+        result, reference = run_pass("off", stock, workload, ())
         passes.append(result)
         turns = {"on": 0}
         if args.failures_every:
             turns["on, with failures"] = args.failures_every
         for name, interval in turns.items():
             fast.failures.write_text(str(interval))
-            result, answers = run_pass(name, fast, workload, args)
+            result, answers = run_pass(name, fast, workload, captured)
             passes.append(result)
             comparison = compare(workload, reference, answers, Client(stock.url).likeliest)
             comparisons.append(comparison)
             result.problems += comparison.differences
-            if interval and not result.injected:
-                result.problems.append("no failure was injected (is test/reference up to date?)")
+            none = "no failure was injected (is test/reference up to date?)"
+            result.require(result.injected or not interval, none)
     return passes, comparisons
-
-
-def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
-    """Print what was found of each pass, and of its answers."""
-    for one in passes:
-        found = asdict(one)
-        found["problems"] = len(one.problems)
-        say(f"{one.name}: {found}")
-        for problem in one.problems[:20]:
-            say(f"{one.name}: {problem}")
-    for compared in comparisons:
-        found = asdict(compared)
-        found["differences"] = len(compared.differences)
-        say(f"compared with stock: {found}")
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--preset", default="E2B_TINY", help="which random checkpoint")
     add("--requests", type=int, default=200, help="how many")
-    add("--longest", type=int, default=4000, help="tokens of a prompt")
-    add("--concurrency", type=int, default=16, help="clients at once")
-    add("--captured", action="store_true", help="replay decode steps and tails from graphs")
     add("--seed", type=int, default=0, help="of the requests")
+    add("--captured", action="store_true", help="replay decode steps and tails from graphs")
     add("--failures-every", type=int, default=0, metavar="N", help="see above")
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and checkpoints")
     add("--json", type=Path, help="write the JSON document to this file too")
@@ -258,14 +240,13 @@ def main() -> int:
         passes, comparisons = run(args, logs)
     except (SetupError, OSError, ImportError) as failure:
         return failed(failure)
-    show(passes, comparisons)
+    for one in passes:
+        say(f"{one.name}: {one.seconds:.0f} s, {one.forwards}, {len(one.problems)} problems")
+        for problem in one.problems[:20]:
+            say(f"- {problem}")
     passed = not any(one.problems for one in passes)
     document = {
-        **origin(),
-        "model": args.preset,
-        "device": device_name("cpu"),
-        "dtype": "float32",
-        "sglang": version("sglang"),
+        **begin_result(PRESET, "cpu", "float32"),
         "passed": passed,
         "passes": list(map(asdict, passes)),
         "comparisons": list(map(asdict, comparisons)),

@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
+from scripts.docs.results import PARTS
 from scripts.environment import REPO, SGLANG_VERSION
 from scripts.generated import kept_up_to_date, markdown
 from scripts.result_files import RESULTS
@@ -75,17 +76,14 @@ def methods_table() -> str:
     """The methods of SGLang's classes that are wrapped, and those that are added, by class."""
     from sglang_gemma4_yoco.loading import patch, published
 
-    wrapped, added = defaultdict(list), defaultdict(list)
+    wrapped = defaultdict(list)
     for patched, name in patch.WRAPPED:
         wrapped[patched].append(f"`{name}`")
-    model = next(iter(wrapped))
-    for name in vars(published):
-        if "_yoco_" in name:
-            added[model].append(f"`{name}`")
-    rows = []
+    added, rows = [f"`{name}`" for name in vars(published) if "_yoco_" in name], []
     for patched, names in wrapped.items():
         name = f"`{patched.__module__}.{patched.__name__}`"
-        rows.append((name, ", ".join(names), ", ".join(added[patched])))
+        rows.append((name, ", ".join(names), ", ".join(added)))
+        added = []  # of the first class alone
     return markdown(("class", "wrapped", "added"), rows)
 
 
@@ -134,16 +132,9 @@ def figures_in_short() -> str:
 
 def gpu_figures() -> str:
     """One prompt's prefill on GPUs, if that was measured."""
-    rows = []
-    for document in results("gpu_prefill_*.json"):
-        machine = f"{document['model']} on {document['device']}"
-        for point in document["points"]:
-            length, ratio = point["load"]["length"], f"{point['ratio']:.2f}x"
-            rows.append([machine, length, ratio, f"{point['ceiling']:.2f}x"])
-    if not rows:
+    if not results("gpu_prefill_*.json"):
         return "GPU figures are not measured yet: `scripts/bench_gpu.py` has not run on a GPU."
-    head = ("one prompt's prefill, random weights", "tokens", "stock / fast", "ceiling")
-    return markdown(head, rows, numbers=3)
+    return PARTS["gpu prefill"]()
 
 
 def under_load() -> str:

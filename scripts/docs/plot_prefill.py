@@ -51,7 +51,7 @@ def lines() -> dict[str, list[dict[str, Any]]]:
         for point in document["points"]:
             if point["load"]["length"] >= SHORTEST:
                 found[label_of(document, point)].append(point)
-    return {label: found[label] for label in sorted(found)}
+    return dict(sorted(found.items()))
 
 
 def draw(style: str) -> str:

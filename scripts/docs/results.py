@@ -106,29 +106,30 @@ def check_rows(document: Document) -> Iterator[list[object]]:
 
 
 GPU_LOAD = ("what", "which", "off", "on", "off/on")
-GPU_WAYS = ("off", "on")
 GPU_TIMES = {"mean": "mean", "median": "50", "p95": "95", "p99": "99"}
 
 
+def gpu_load_figures(found: dict[str, Any]) -> dict[str, float]:
+    """What one server took: the duration, first tokens, and tokens of requests that decode."""
+    figures = {"duration, s": statistics.median(found["seconds"])}
+    for kind, times in {"first token": found["ttft_ms"], "between tokens": found["itl_ms"]}.items():
+        for name, p in GPU_TIMES.items():
+            figures[f"{kind}, {name}, ms"] = times[p]
+    for name, sizes in found["batches"][0].items():  # of the first run
+        figures[f"{name}, mean"] = sizes["mean"]
+    return figures
+
+
 def gpu_load_rows(document: Document) -> Iterator[list[object]]:
-    """Loads over HTTP: their duration, first tokens, and tokens of those that decode."""
+    """Loads over HTTP, stock and fast."""
     load = f"{document['requests']} x {document['prompt']} in, {document['answer']} out"
     for point in document["points"]:
         which = f"{document['model']}, {point['rate']} requests/s, mixed chunks {point['mixed']}"
-        figures: dict[str, list[float]] = {}
-        for way in GPU_WAYS:
-            found = point[way]
-            figures.setdefault("duration, s", []).append(statistics.median(found["seconds"]))
-            for name, p in GPU_TIMES.items():
-                figures.setdefault(f"first token, {name}, ms", []).append(found["ttft_ms"][p])
-                figures.setdefault(f"between tokens, {name}, ms", []).append(found["itl_ms"][p])
-            for name, sizes in found["batches"][0].items():  # of the first run
-                figures.setdefault(f"{name}, mean", []).append(sizes["mean"])
-        for what, values in figures.items():
-            if len(values) < len(GPU_WAYS):  # SGLang logs one decode step in forty, or none
-                continue
-            off, on = values
-            yield [f"{load}: {what}", which, f"{off:.1f}", f"{on:.1f}", f"{off / on:.2f}"]
+        fast = gpu_load_figures(point["on"])
+        for what, off in gpu_load_figures(point["off"]).items():
+            if what in fast:  # SGLang logs one decode step in forty, or none
+                on = fast[what]
+                yield [f"{load}: {what}", which, f"{off:.1f}", f"{on:.1f}", f"{off / on:.2f}"]
 
 
 GPU_REPLAYED = ("model, tokens", "answers", "off", "off replayed", "on", "on replayed")
@@ -138,10 +139,12 @@ def gpu_replayed_rows(document: Document) -> Iterator[list[object]]:
     """Prefills that SGLang replays: milliseconds beside the predicted ones."""
     predicted = json.loads((REPO / "benchmark" / "predicted_h100.json").read_text())
     for point in document["points"]:
-        length, replayed, same = point["load"]["length"], point["replayed"], True
+        length, answer = point["load"]["length"], "the same token"
         times = {"off": point["off"], "on": point["on"]}
-        for way, seen in replayed.items():
-            times[way], same = seen["times"], same and seen["same_tokens"]
+        for way, seen in point["replayed"].items():
+            times[way] = seen["times"]
+            if not seen["same_tokens"]:
+                answer = "**another token**"
         expected = predicted.get(document["model"], {}).get(str(length), {})
         cells: list[object] = []
         for way in GPU_REPLAYED[2:]:
@@ -151,9 +154,6 @@ def gpu_replayed_rows(document: Document) -> Iterator[list[object]]:
             if way in expected:
                 cell += f" ({expected[way]:.1f})"
             cells.append(cell)
-        answer = "the same token"
-        if not same:
-            answer = "**another token**"
         yield [f"{document['model']}, {length}", answer, *cells]
 
 
@@ -199,7 +199,6 @@ def releases() -> str:
     return f"{markdown(head, rows, numbers=3)}\n\nCommit `{'`, `'.join(commits)}`, {age}."
 
 
-memory_rows, profile_rows = partial(gpu_forward_rows, peak), partial(gpu_forward_rows, spent)
 PARTS: Parts = {
     "prefill": partial(table_of, "prefill_*.json", PREFILL, prefill_rows),
     "threshold": partial(table_of, "threshold_*.json", PREFILL, prefill_rows),
@@ -209,8 +208,12 @@ PARTS: Parts = {
     "gpu load": partial(table_of, "gpu_l*.json", GPU_LOAD, gpu_load_rows),
     "gpu prefill": partial(table_of, "gpu_prefill_*.json", PREFILL, prefill_rows),
     "gpu replayed": partial(table_of, "gpu_replayed_*.json", GPU_REPLAYED, gpu_replayed_rows),
-    "gpu memory": partial(table_of, "gpu_memory_*.json", GPU_FORWARD, memory_rows),
-    "gpu profile": partial(table_of, "gpu_profile_*.json", GPU_FORWARD, profile_rows),
+    "gpu memory": partial(
+        table_of, "gpu_memory_*.json", GPU_FORWARD, partial(gpu_forward_rows, peak)
+    ),
+    "gpu profile": partial(
+        table_of, "gpu_profile_*.json", GPU_FORWARD, partial(gpu_forward_rows, spent)
+    ),
 }
 
 
