@@ -25,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 LAYER = FIRST_SHARED + 1
 DONOR = FIRST_SHARED - 1
-LAST = -1
 
 Wrong = Callable[[Engine], AbstractContextManager[Any]]
 
@@ -105,7 +104,7 @@ def stray(engine: Engine) -> AbstractContextManager[Any]:
         first[40] = 0.5  # a slot of a cached token
         return rows
 
-    return module(LAST, "mlp", write)(engine)
+    return module(-1, "mlp", write)(engine)
 
 
 KEYS, VALUES = (f"{what} of layer {DONOR} in the pool" for what in ("keys", "values"))
