@@ -35,6 +35,7 @@ from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import layerwise, requests
 from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking.requests import make_synthetic_requests
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import eligibility, tail_batch
@@ -99,6 +100,15 @@ def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Eng
 
 
 # ---------------------------------------------------------------- what it finds
+
+
+def test_slots_of_the_requests_may_be_written(engine: Engine) -> None:
+    """And slot 0, which is for padding; another one: ``test_forced``."""
+    [first, *_] = engine.kv_buffers()[0]
+    with make_synthetic_requests(engine.runner, start.get_state(engine.text_model)) as synthetic:
+        first[synthetic.requests[0].window_slots] = 0.5
+        first[0] = 0.5
+        assert not synthetic.others_changed()
 
 
 LAST = 5  # of the check's forwards: stock, three on stock's rows, and a whole one
