@@ -14,17 +14,15 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 
-from harness.batches import BATCHES, batch_of, new_rows
-from harness.checking import audited, counts
+from harness.batches import BATCHES, batch_of
+from harness.checking import assert_audited, audited, counts
 from harness.forwards import (
     MARKS_CHUNKS,
     TWO_PROMPTS,
     InjectedError,
-    assert_fast,
     assert_stock,
-    assert_untouched,
 )
-from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.layer_rows import FIRST_CUT
 from harness.observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, counters
@@ -41,21 +39,9 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_what_is_right_agrees(engine: Engine, name: str) -> None:
-    """Cut, whole, and the tail again; the client gets stock's answer."""
-    prompts = BATCHES[name]
-    stock, unaudited = assert_fast(engine, prompts)
-    with audited(engine):
-        scheduled = engine.schedule(prompts)
-        both = run(engine, scheduled, "1")
-    total = new_rows(prompts)
-    tail = unaudited.rows[FIRST_CUT:]
-    assert both.rows == [*unaudited.rows, *[total] * LAYERS, *tail]
-    assert_same_cache(unaudited, both)
-    assert torch.equal(both.output.next_token_logits, stock.output.next_token_logits)
-    assert counts() == (1, 0)
+    assert_audited(engine, BATCHES[name], FIRST_CUT)
     assert 0 < counters.audits.worst < 0.5  # of what is rounding
     assert counters.audits.greedy_changes == 0
-    assert_untouched(engine)
     assert "forward" not in vars(engine.runner.model.logits_processor)
 
 

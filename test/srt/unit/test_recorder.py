@@ -7,7 +7,6 @@ the tail itself: ``forward/test_captured_tail``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -62,22 +61,3 @@ def test_memory_that_was_not_written_is_dirty() -> None:
     assert graph.outputs[:4].tolist() == [2] * 4
     assert graph.outputs[4:].isnan().all()
     assert seen[0].isnan().all(), "what is no output is gone after a replay"
-
-
-def test_a_replay_overwrites_the_outputs_of_later_graphs() -> None:
-    """Of one memory pool: not those of earlier ones, nor of another pool."""
-    backend = pytest.importorskip(
-        "sglang_gemma4_reference.graph_backend", reason="of SGLang 0.5.21"
-    )
-    x, pool, other = torch.ones(2), backend.Pool(), backend.Pool()
-    first, second, apart = (RecordedGraph.of(partial(torch.mul, x, n)) for n in (2, 3, 4))
-    pool.add(first)
-    pool.add(second)
-    other.add(apart)
-    other.replay(apart)
-    pool.replay(second)
-    assert second.outputs.tolist() == [3, 3]
-    pool.replay(first)
-    assert second.outputs.isnan().all()
-    pool.replay(second)
-    assert (first.outputs.tolist(), apart.outputs.tolist()) == ([2, 2], [4, 4])
