@@ -215,11 +215,9 @@ def test_the_rule(total: int, read: int, how: dict[str, Any], worth: bool) -> No
 @pytest.mark.parametrize(
     ("minimum", "changes", "reason"),
     [
-        (None, {}, None),
         (None, SUFFIXES | {"extend_logprob_start_lens_cpu": [1, 1, 0]}, eligibility.TOO_LITTLE),
         (6, {}, None),
         (7, {}, eligibility.TOO_LITTLE),
-        (9, {}, eligibility.TOO_LITTLE),
         (9, {"contains_last_prefill_chunk": False}, None),  # all its rows are skipped
     ],
 )
