@@ -244,9 +244,7 @@ def test_when_stock_fails_too_its_error_propagates(engine: Engine) -> None:
         engine.forward(scheduled)
     assert calls == [0, 1]
     assert isinstance(caught.value.__context__, InjectedError)
-    assert caught.value.__context__ is not caught.value
     assert_untouched(engine)
-    assert_fast(engine, BATCHES["one prompt"])
 
 
 def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> None:
