@@ -71,11 +71,11 @@ def test_forwards(engine: Engine, name: str) -> None:
         assert_fast(engine, BATCHES[name])
 
 
-def test_the_log_names_both(engine: Engine, said: Callable[..., list[str]]) -> None:
-    run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+def test_both_are_named(engine: Engine) -> None:
+    """As the log has it, and /server_info."""
     main = type(engine.runner.attn_backend).__name__
-    [line] = [line for line in said() if " is active" in line]
-    assert f"attention by {main}, the tail's by WindowedTorchNativeBackend" in line
+    named = f"attention by {main}, the tail's by WindowedTorchNativeBackend"
+    assert named in state_of(engine).describe()
 
 
 @NEEDS_GRAPHS

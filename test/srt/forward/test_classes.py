@@ -83,10 +83,6 @@ class MyModel(gemma4_mm.Gemma4ForConditionalGeneration):
     """It overrides nothing."""
 
 
-class MyLogits(logits_processor.LogitsProcessor):
-    """It overrides nothing."""
-
-
 class MyHead(gemma4_causal.Gemma4TextScaledWordEmbedding):
     """It overrides nothing."""
 
@@ -129,10 +125,6 @@ CASES: dict[str, tuple[Foreign, str]] = {
     "a subclass of the model": (
         lambda engine: another_class(engine.runner.model, MyModel),
         "the model is a test_classes.MyModel",
-    ),
-    "a subclass of the logits processor": (
-        lambda engine: another_class(engine.runner.model.logits_processor, MyLogits),
-        "the model has a test_classes.MyLogits",
     ),
     "a subclass of the head": (
         lambda engine: another_class(engine.runner.model.language_model.embed_tokens, MyHead),
@@ -189,10 +181,6 @@ CASES: dict[str, tuple[Foreign, str]] = {
     "a plugin's hook": (
         lambda _: hooked_around_the_forward(),
         "Gemma4TextModel.forward runs test_classes.passed_on",
-    ),
-    "a hook after a layer": (
-        lambda engine: layer(engine).register_forward_hook(seen),
-        "language_model.layers.7._forward_hooks runs test_classes.seen",
     ),
     "a hook before a norm": (
         lambda engine: engine.text_model.norm.register_forward_pre_hook(seen),

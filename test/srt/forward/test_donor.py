@@ -231,33 +231,22 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
 
 
 @pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
-class TestResidualIsWritten:
+def test_rows_that_a_stream_has_written_are_the_residual() -> None:
     """The package cuts where all of the residual is in the rows: on SGLang's streams."""
+    from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+    from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 
-    def batch(self, stream: Any) -> SimpleNamespace:
-        return SimpleNamespace(residual_stream=stream)
+    def is_written(stream: Any, rows: torch.Tensor) -> bool:
+        return compat.layers.residual_is_written(SimpleNamespace(residual_stream=stream), rows)
 
-    def test_rows_that_a_stream_has_written_are_the_residual(self) -> None:
-        from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
-
-        hidden = torch.ones(3, 4)
-        stream = ResidualStream()
-        assert compat.layers.residual_is_written(
-            self.batch(stream), hidden
-        )  # nothing but the embeddings
-        stream.write(hidden)
-        assert compat.layers.residual_is_written(self.batch(stream), hidden)
-        assert not compat.layers.residual_is_written(self.batch(stream), hidden.clone())
-        assert compat.layers.residual_is_written(self.batch(None), hidden)
-        assert compat.layers.residual_is_written(SimpleNamespace(), hidden)
-
-    def test_rows_that_are_owed_an_update_are_not(self) -> None:
-        from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
-        from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
-
-        hidden, residual = torch.ones(3, 4), torch.ones(3, 4)
-        given, stream = ResidualStream.from_handoff(hidden, residual, PLAIN_ADD)
-        assert not compat.layers.residual_is_written(self.batch(stream), given)
-        assert not compat.layers.residual_is_written(self.batch(stream), residual)
-        stream.write(residual)
-        assert compat.layers.residual_is_written(self.batch(stream), residual)
+    rows, residual, stream = torch.ones(3, 4), torch.ones(3, 4), ResidualStream()
+    assert is_written(None, rows)
+    assert is_written(stream, rows)  # nothing but the embeddings
+    stream.write(rows)
+    assert is_written(stream, rows)
+    assert not is_written(stream, rows.clone())
+    given, owed = ResidualStream.from_handoff(rows, residual, PLAIN_ADD)
+    assert not is_written(owed, given)
+    assert not is_written(owed, residual)
+    owed.write(residual)
+    assert is_written(owed, residual)

@@ -23,7 +23,6 @@ from hypothesis import settings as hypothesis_settings
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
-from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.model_executor.runner_utils import pool
 from sglang.srt.models import gemma4_mm
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
@@ -74,8 +73,6 @@ def captured_engine(tiny_checkpoint: Path) -> Iterator[Engine]:
     """It has captured its prefills and its tail."""
     with graphs_on_a_cpu.recordable():
         engine = Engine(tiny_checkpoint, **ENGINE, **RECORDED)
-        assert type(engine.runner.prefill_cuda_graph_runner) is PrefillCudaGraphRunner
-        assert engine.runner.model_config.is_multimodal
         record_tail(engine, ROWS)
         yield engine
 
@@ -98,8 +95,8 @@ def exits_of(engine: Engine) -> exits.PrefillGraphExits:
     return found
 
 
-def reattached(engine: Engine) -> str | None:
-    """These captured prefills are there for the first time; why their exits are closed, if so."""
+def reattached(engine: Engine) -> str:
+    """These captured prefills are there for the first time; why their exits are closed, or ""."""
     runner, state = engine.runner, start.get_state(engine.text_model)
     reset_log()
     with attach.capture_graphs(runner, state):
@@ -107,11 +104,11 @@ def reattached(engine: Engine) -> str | None:
     attach.open_exits(runner, state)
     found = vars(runner.prefill_cuda_graph_runner).get(EXITS_ENTRY)
     fact: str = state.report["exits"]
-    is_closed = found is None or found.closed
-    assert fact.startswith("closed: " if is_closed else f"open after segment {TO_THE_EXIT}")
-    if is_closed:
+    if found is None or found.closed:
+        assert fact.startswith("closed: ")
         return fact
-    return None
+    assert fact.startswith(f"open after segment {TO_THE_EXIT}")
+    return ""
 
 
 # ---------------------------------------------------------------- what leaves, and what does not
@@ -147,10 +144,8 @@ def test_lengths_without_a_bucket(engine: Engine, rows: int) -> None:
 def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
     """A decoding request is one of them."""
     fits = batch_of((0, 9), (3, 5), (40, 2))
-    decoding = []
-    for prompt in batch_of((40, 1)):
-        decoding.append(Prompt(prompt.cached, prompt.new, decodes=True))
-    assert assert_served_alike(engine, [*fits, *decoding]) == counters.EXIT_CAPTURED
+    four = [*fits, *batch_of((40, 1), decodes=True)]
+    assert assert_served_alike(engine, four) == counters.EXIT_CAPTURED
     more = [*fits, *batch_of((0, 33), (7, 1))]
     assert assert_served_alike(engine, more) == eligibility.TAIL_NOT_CAPTURED
 
@@ -273,11 +268,8 @@ def found_by_exits() -> Any:
 
 def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     state = start.get_state(engine.text_model)
-    with (
-        caplog.at_level(logging.INFO),
-        found_by_exits() as compared,
-    ):
-        assert reattached(engine) is None
+    with caplog.at_level(logging.INFO), found_by_exits() as compared:
+        assert reattached(engine) == ""
     assert [call.args[1].runner is None for call in compared.call_args_list] == [False, True]
     line = f"exits from captured prefills are open after segment {TO_THE_EXIT} (4 buckets of up to"
     assert line in caplog.text
@@ -319,9 +311,7 @@ def test_wrong_exits_are_closed_at_start(
 ) -> None:
     """And the rest stays on: what SGLang does not replay is cut."""
     with WRONG[what]():
-        reason = reattached(engine)
-    assert reason is not None
-    assert "the check found" in reason
+        assert "the check found" in reattached(engine)
     assert "exits from captured prefills are closed: the check found" in caplog.text
     assert_closed(engine)
     seen = run(engine, engine.schedule(batch_of((0, 200))), fast=True)
@@ -351,9 +341,7 @@ def test_both_kinds_of_prefills_are_checked(engine: Engine, finishes: bool) -> N
             return stock(self, plan)
 
     with mock.patch.object(ExitForward, "fast", fast):
-        reason = reattached(engine)
-    assert reason is not None
-    assert "values of layer 3 at the exit" in reason
+        assert "values of layer 3 at the exit" in reattached(engine)
 
 
 def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
@@ -367,9 +355,7 @@ def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
         token.keys[token.slots] += 1
 
     with mock.patch.object(compat.pools, "write_keys_and_values", write):
-        reason = reattached(engine)
-    assert reason is not None
-    assert check_at_start.OTHERS_SLOTS in reason
+        assert check_at_start.OTHERS_SLOTS in reattached(engine)
 
 
 def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
@@ -377,8 +363,7 @@ def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
     failing = [(ExitForward, "fast"), (exit_check, "compare_exit"), (SyntheticRequests, "run")]
     for owner, name in failing:
         with mock.patch.object(owner, name, side_effect=InjectedError):
-            reason = reattached(engine)
-        assert attach.NOT_TAKEN in (reason or "")
+            assert attach.NOT_TAKEN in reattached(engine)
 
 
 def test_the_check_takes_buckets_of_any_size(
@@ -387,7 +372,7 @@ def test_the_check_takes_buckets_of_any_size(
     """SGLang would run so few rows eagerly, where the next bucket has more than twice as many."""
     prefills = engine.runner.prefill_cuda_graph_runner
     monkeypatch.setattr(prefills, "capture_num_tokens", [128])
-    assert reattached(engine) is None
+    assert reattached(engine) == ""
 
 
 def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> None:
@@ -397,7 +382,7 @@ def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> Non
     for rows in (4, 2):
         del state.captured._batches[rows]
     with found_by_exits() as compared:
-        assert reattached(engine) is None
+        assert reattached(engine) == ""
     assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [1, 3]
     lifecycle.drop_tail(state, "fewer rows")
 
@@ -408,7 +393,7 @@ def test_exits_of_a_newer_sglang_are_closed(
     """They read attributes of SGLang's graphs that no release promises: its graphs are left."""
     prefills = engine.runner.prefill_cuda_graph_runner
     monkeypatch.setattr(compat.release, "is_newer_than_tested", lambda: True)
-    assert capture.NEWER in (reattached(engine) or "")
+    assert capture.NEWER in reattached(engine)
     assert EXITS_ENTRY not in vars(prefills)
     monkeypatch.undo()
     reattached(engine)
@@ -466,7 +451,7 @@ def test_rows_that_are_not_written_are_numbers(engine: Engine) -> None:
     for output in outputs:
         output.fill_(torch.nan)
     with settings_changed(self_check=False):
-        assert reattached(engine) is None
+        assert reattached(engine) == ""
     run(engine, engine.schedule(FULL), fast=True)
     assert all(output.isfinite().all() for output in outputs)
 
@@ -518,18 +503,18 @@ def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyP
     for finding in ("exits: ", "exits agree"):
         differs = lambda found: ranks.NOT_ALIKE if finding in found else None  # noqa: B023, E731
         monkeypatch.setattr(ranks, "find_difference", differs)
-        assert ranks.NOT_ALIKE in (reattached(engine) or "")
+        assert ranks.NOT_ALIKE in reattached(engine)
         assert_closed(engine)
     monkeypatch.undo()
 
 
 def test_the_setting(engine: Engine) -> None:
     with settings_changed(self_check=False):
-        assert reattached(engine) is None
+        assert reattached(engine) == ""
     unchecked = start.get_state(engine.text_model).report["exits_check"]["unchecked"]
     assert unchecked == check_at_start.OFF
     with settings_changed(prefill_graphs=False):
-        assert capture.OFF in (reattached(engine) or "")
+        assert capture.OFF in reattached(engine)
         assert capture.find_repair(multimodal=True) is None
         assert_closed(engine)
 
@@ -540,9 +525,9 @@ def test_beside_a_canary(engine: Engine) -> None:
     A stand-in: without a GPU SGLang refuses a canary beside graphs.
     """
     with replaced(engine.runner, canary_manager=SimpleNamespace()):
-        assert attach.CANARY in (reattached(engine) or "")
+        assert attach.CANARY in reattached(engine)
     assert_closed(engine)
-    assert reattached(engine) is None
+    assert reattached(engine) == ""
 
 
 # ---------------------------------------------------------------- repaired
@@ -563,22 +548,20 @@ def test_the_repair_lasts_while_sglang_captures(
     reattached(engine)
 
 
-def eager_model_of(**more: int) -> Any:
-    """An SGLang whose eager model takes these ids, by their names, from the padding as well."""
+def eager_model_with_another() -> Any:
+    """An SGLang whose eager model takes one id more from the padding."""
     model = gemma4_mm.Gemma4ForConditionalGeneration
     stock = model.get_per_layer_inputs
 
     def get_per_layer_inputs(self: Any, ids: torch.Tensor) -> Any:
-        for name in more:
-            ids = ids.masked_fill(ids == getattr(self.config, name), 0)
-        return stock(self, ids)
+        return stock(self, ids.masked_fill(ids == self.config.boi_token_id, 0))
 
     return mock.patch.object(model, "get_per_layer_inputs", get_per_layer_inputs)
 
 
 OTHERWISE: dict[str, Callable[[], Any]] = {
     "an id is missed": lambda: mock.patch.object(text_inputs, "_PLACEHOLDERS", ("image_token_id",)),
-    "SGLang has another": lambda: eager_model_of(boi_token_id=7),
+    "SGLang has another": eager_model_with_another,
     "it fails": lambda: mock.patch.object(
         text_inputs, "get_given_inputs", side_effect=InjectedError
     ),

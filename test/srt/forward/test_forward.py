@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import partial
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -39,13 +37,12 @@ from harness.observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log, switched
-from sglang_gemma4_yoco import counters, log
-from sglang_gemma4_yoco.core import eligibility, forward, plan
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -112,23 +109,22 @@ def test_norms_that_add_in_place(engine: Engine, name: str) -> None:
 @pytest.mark.parametrize("place", ["first layer", "last tail layer"])
 @pytest.mark.parametrize("name", ["input logprobs", "image"])
 def test_a_failure_is_served_by_stock(
-    engine: Engine, caplog: pytest.LogCaptureFixture, place: str, name: str
+    engine: Engine, said: Callable[..., list[str]], place: str, name: str
 ) -> None:
     scheduled = scheduled_batch(engine, name)
     stock = run(engine, scheduled, "0")
     reset_log()
-    with failing(engine, place) as calls, caplog.at_level("INFO", "sglang_gemma4_yoco"):
+    before = len(said())
+    with failing(engine, place) as calls:
         seen = run(engine, scheduled, "1")
     assert calls == [0, 1]
     assert len(seen.rows) > LAYERS or place == "first layer"
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
     assert counters.forwards == {counters.FAILED: 1}
-    # SGLang has lines of its own, about the first image.
-    (record,) = [r for r in caplog.records if r.name == log.logger.name]
-    assert record.levelname == "ERROR"
-    assert "InjectedError" in record.getMessage()
-    assert record.exc_info
+    [error] = said(logging.ERROR)
+    assert said()[before:] == [error]
+    assert "InjectedError" in error
     fast = run(engine, scheduled, "1")
     assert fast.rows[-1] < stock.rows[-1]
     assert_same_answers(stock, fast, TOLERANCE)
@@ -148,35 +144,29 @@ def test_each_kind_of_failure_is_logged_once(
         for error in (VaryingError, VaryingError, InjectedError, VaryingError):
             with failing(engine, "first tail layer", error=error):
                 run(engine, scheduled, "1")
-    kinds = []
-    for r in caplog.records:
-        if r.exc_info:
-            kinds.append(type(r.exc_info[1]))
-    assert kinds == [VaryingError, InjectedError]
-    assert len(caplog.records) == 2
+    first, second = caplog.records
+    assert first.exc_info
+    assert "VaryingError" in first.getMessage()
+    assert "InjectedError" in second.getMessage()
     assert counters.forwards == {counters.FAILED: 4}
 
 
 def test_failures_in_a_row_turn_the_fast_path_off(
-    engine: Engine, caplog: pytest.LogCaptureFixture
+    engine: Engine, said: Callable[..., list[str]]
 ) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
     reset_log()
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        for _ in range(forward.LIMIT):
-            assert counters.forwards[forward.GIVEN_UP] == 0
-            with failing(engine, "last tail layer"):
-                assert_served_by_stock(stock, run(engine, scheduled, "1"))
-        for _ in range(3):
-            after = run(engine, scheduled, "1")
-            assert after.rows == stock.rows
-            assert_same_answers(stock, after, 0.0)
+    for _ in range(forward.LIMIT):
+        with failing(engine, "last tail layer"):
+            assert_served_by_stock(stock, run(engine, scheduled, "1"))
+    for _ in range(3):
+        after = run(engine, scheduled, "1")
+        assert after.rows == stock.rows
+        assert_served_by_stock(stock, after)
     assert counters.forwards == {counters.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
-    first, off = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert first.exc_info
-    assert forward.GIVEN_UP in off.getMessage()
-    assert [m for m in caplog.messages if forward.GIVEN_UP in m] == [off.getMessage()]
+    _, off = said(logging.ERROR)
+    assert [line for line in said() if forward.GIVEN_UP in line] == [off]
     # New attention backends begin anew.
     engine.runner.init_attention_backends()
     assert_fast(engine, BATCHES["one prompt"])
@@ -234,10 +224,7 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
     """Nor is it taken for the served one, and the runner's backend is as it was."""
     state = start.get_state(engine.text_model)
-    others = set()
-    for one in states._attached:
-        if one is not state:
-            others.add(one)
+    others = set(states._attached) - {state}
     state.close()
     try:
         assert states.find_state(engine.text_model) is None
@@ -257,9 +244,7 @@ def test_when_stock_fails_too_its_error_propagates(engine: Engine) -> None:
         engine.forward(scheduled)
     assert calls == [0, 1]
     assert isinstance(caught.value.__context__, InjectedError)
-    assert caught.value.__context__ is not caught.value
     assert_untouched(engine)
-    assert_fast(engine, BATCHES["one prompt"])
 
 
 def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> None:
@@ -277,56 +262,6 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
     with engine.text_model.layers[-1].mlp.register_forward_pre_hook(hook):
         run(engine, scheduled, "1")
     assert alive == [False]
-
-
-def test_metadata_is_given_back(engine: Engine) -> None:
-    """The tail's backend has what was planned for a batch while its tail runs, and no longer."""
-    tail, seen = attention_of(engine).tail, list[Any]()
-    planned, stock = object(), tail.init_forward_metadata
-    scheduled = engine.schedule(BATCHES["input logprobs"])  # runs the forwards of its prefixes
-
-    def planning(batch: Any) -> None:
-        stock(batch)
-        tail.forward_metadata = planned
-
-    def look(*_: Any) -> None:
-        seen.append(tail.forward_metadata)
-
-    with ExitStack() as hooks, replaced(tail, init_forward_metadata=planning), switched("1"):
-        for number in (0, FIRST_CUT, LAYERS - 1):
-            layer = engine.text_model.layers[number].mlp
-            hooks.enter_context(layer.register_forward_pre_hook(look))
-        engine.forward(scheduled)
-    assert seen == [None, planned, planned]
-    assert tail.forward_metadata is None
-
-
-def test_a_batch_whose_planning_failed_and_that_never_runs(engine: Engine) -> None:
-    """It has lost nothing: no failure is counted, neither then nor with the next batch."""
-    batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
-    attention = attention_of(engine)
-    with mock.patch.object(attention.tail, "init_forward_metadata", side_effect=InjectedError):
-        attention.main.init_forward_metadata(batch)
-    assert isinstance(planned_for(batch), InjectedError)
-    assert_fast(engine, BATCHES["one prompt"])
-    assert counters.FAILED not in counters.forwards
-
-
-def test_a_batch_that_was_not_planned_runs_as_stock(engine: Engine) -> None:
-    """Its attention was planned without the package, after another batch that never ran."""
-    main = attention_of(engine).main
-    scheduled = engine.schedule(BATCHES["one prompt"])
-    stock = run(engine, scheduled, "0")
-    never_run = releases.forward_batch(scheduled, engine.runner)
-    main.init_forward_metadata(never_run)
-    assert isinstance(planned_for(never_run), Plan)
-    reset_log()
-    with replaced(main, init_forward_metadata=partial(type(main).init_forward_metadata, main)):
-        fast = run(engine, scheduled, "1")
-    assert fast.rows == stock.rows
-    assert_same_answers(stock, fast, 0.0)
-    assert counters.forwards == {plan.NOT_PLANNED: 1}
-    assert_fast(engine, BATCHES["one prompt"])
 
 
 def test_decode_goes_straight_through(

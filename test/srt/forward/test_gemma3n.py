@@ -24,23 +24,13 @@ from sglang.srt.models.gemma3n_mm import Gemma3nForConditionalGeneration
 from transformers import Gemma3nForCausalLM as HuggingFaceModel
 
 from harness.batches import BATCHES, batch_of
-from harness.checking import audited, checked, counts, find_defect
+from harness.checking import assert_audited, checked, find_defect
 from harness.decode_graphs import record_tail
 from harness.forwards import CHUNKS, ENGINE, NEEDS_GRAPHS, assert_fast, assert_stock, state_of
 from harness.observe import assert_same_cache, run
-from harness.random_batches import (
-    HARD_CHUNKS,
-    HARD_LAST_ROWS,
-    HARD_LOGPROBS,
-    batches,
-    holds,
-    input_logprobs,
-    intermediate_chunks,
-    last_rows,
-)
+from harness.random_batches import PROPERTIES, holds
 from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n as reference
-from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
@@ -78,41 +68,35 @@ def test_on_equals_off(engine: Engine, prompts: list[Prompt]) -> None:
     assert_fast(engine, prompts)
 
 
-@pytest.mark.parametrize(
-    ("says", "hard", "kind"),
-    [
-        (last_rows, HARD_LAST_ROWS, {}),
-        (input_logprobs, HARD_LOGPROBS, {"logprobs": True}),
-        (intermediate_chunks, HARD_CHUNKS, {"unfinished": True}),
-    ],
-)
-def test_random_batches(engine: Engine, says: Any, hard: Any, kind: dict[str, bool]) -> None:
-    floor = 5
-    if says is intermediate_chunks and not releases.marks_intermediate():
-        floor = 0
-    holds(engine, says, batches(200, 5, **kind), hard, examples=5, floor=floor)
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_random_batches(engine: Engine, name: str) -> None:
+    holds(engine, PROPERTIES[name], longest=200, most=5, examples=5, floor=5)
 
 
 @pytest.mark.parametrize("name", LAST_ROWS)
-def test_last_rows_are_those_of_hugging_face(engine: Engine, checkpoint: Path, name: str) -> None:
+def test_last_rows_are_those_of_hugging_face(engine: Engine, oracle: Any, name: str) -> None:
     prompts = LAST_ROWS[name]
     _, fast = assert_fast(engine, prompts)
     found = fast.output.next_token_logits
     errors = {}
     for keys in (WINDOW, WINDOW + 1):
-        expected = torch.stack([hugging_face(checkpoint, keys, prompt) for prompt in prompts])
+        expected = torch.stack([hugging_face(oracle, keys, prompt) for prompt in prompts])
         errors[keys] = float((found - expected).abs().max())
     assert errors[WINDOW + 1] < 1e-4, errors
     if "window" not in name or name == "three windows":  # it sees that one key
         assert errors[WINDOW] > 1e-2, errors
 
 
-@torch.no_grad()
-def hugging_face(checkpoint: Path, keys: int, prompt: Prompt) -> torch.Tensor:
-    """Logits after the prompt, with a window of so many keys: [vocab]."""
-    model = HuggingFaceModel.from_pretrained(
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Any:
+    return HuggingFaceModel.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+
+
+@torch.no_grad()
+def hugging_face(model: Any, keys: int, prompt: Prompt) -> torch.Tensor:
+    """Logits after the prompt, with a window of so many keys: [vocab]."""
     model.config.sliding_window = model.model.config.sliding_window = keys
     ids = torch.tensor([prompt.cached + prompt.new])
     logits: torch.Tensor = model(ids, use_cache=False).logits[0, -1]
@@ -150,13 +134,7 @@ def test_it_finds_streams_in_another_order(engine: Engine, monkeypatch: pytest.M
 
 
 def test_audits(engine: Engine) -> None:
-    prompts = BATCHES["three, two of them cached"]
-    _, unaudited = assert_fast(engine, prompts)
-    with audited(engine):
-        both = run(engine, engine.schedule(prompts), "1")
-    total = unaudited.rows[0]
-    assert both.rows == [*unaudited.rows, *[total] * SHAPE.layers, *unaudited.rows[CUT:]]
-    assert counts() == (1, 0)
+    assert_audited(engine, BATCHES["three, two of them cached"], CUT)
 
 
 # ---------------------------------------------------------------- what is not known

@@ -150,9 +150,6 @@ def test_a_canary_is_as_it_was_after_synthetic_requests(watched: Engine) -> None
         assert runner.canary_manager is None
         raise ZeroDivisionError
     assert runner.canary_manager is canary
-    before = verified(watched)
-    assert_fast(watched, TWO_PROMPTS)
-    assert verified(watched) > before
 
 
 def test_a_canary_finds_what_it_looks_for(

@@ -111,12 +111,8 @@ def test_a_method_that_is_gone(
 ) -> None:
     """Then no other one is wrapped."""
     owner, name = place
-    wrapped = {}
-    for (kind, method), wrap in patch.WRAPPED.items():
-        other = method
-        if (kind, method) == place:
-            other = f"{name}_by_another_name"
-        wrapped[kind, other] = wrap
+    wrapped = dict(patch.WRAPPED)
+    wrapped[owner, f"{name}_by_another_name"] = wrapped.pop(place)
     before = of_sglang()
     with monkeypatch.context() as gone:
         gone.setattr(patch, "WRAPPED", wrapped)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,29 +46,31 @@ def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
     assert_never_touched(engine)
 
 
-def test_a_model_of_shared_layers_alone_is_never_touched(
-    engine: Engine, restarted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        # As the multi-token-prediction assistants are: no layer of theirs writes K and V.
+        pytest.param(
+            attrgetter("text_model.config"),
+            "num_kv_shared_layers",
+            E2B_TINY.layers,
+            id="shared layers alone",
+        ),
+        # It may be a Gemma 4 with shared layers too, in the process of the one that is served.
+        pytest.param(attrgetter("runner"), "is_draft_worker", True, id="a draft model"),
+    ],
+)
+def test_another_model_is_never_touched(
+    engine: Engine,
+    restarted: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Callable[[Engine], Any],
+    name: str,
+    value: Any,
 ) -> None:
-    """As the multi-token-prediction assistants are: no layer of theirs writes K and V."""
-    config, known = engine.text_model.config, start.get_state(engine.text_model)
-    assert known.attention is not None
-    known.close()
-    with monkeypatch.context() as assistant:
-        assistant.setattr(config, "num_kv_shared_layers", config.num_hidden_layers)
-        restarted()
-        assert start.get_state(engine.text_model).unsupported == start.NO_SHARED_LAYERS
-        assert_never_touched(engine)
-    restarted()
-    assert_fast(engine)
-
-
-def test_a_draft_model_is_never_touched(
-    engine: Engine, restarted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be a Gemma 4 with shared layers too, in the process of the model that is served."""
     start.get_state(engine.text_model).close()
-    with monkeypatch.context() as draft:
-        draft.setattr(engine.runner, "is_draft_worker", True)
+    with monkeypatch.context() as another:
+        another.setattr(owner(engine), name, value)
         restarted()
         assert_never_touched(engine)
     restarted()

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,10 +65,14 @@ def nothing_left(engine: Engine) -> Iterator[None]:
 # ---------------------------------------------------------------- what it does
 
 
-def test_both_paths_are_taken(engine: Engine) -> None:
-    """Stock once; the cut made of stock's rows, of each kind once; and once as it serves."""
-    with counted(engine) as forwards:
-        found = checked(engine)
+def test_both_paths_are_taken(engine: Engine, said: Callable[..., list[str]]) -> None:
+    """Stock once; the cut made of stock's rows, of each kind once; and once as it serves.
+
+    Nothing is left of it, counted or logged.
+    """
+    with nothing_left(engine), counted(engine) as forwards:
+        assert checked(engine).agrees
+        assert said() == []
     total, kept, suffix = sum(NEW), REQUESTS, (NEW[0] - 2) + 1 + NEW[2]
     before, tail = FIRST_SHARED - 1, LAYERS - FIRST_SHARED + 1
     intermediate = kept
@@ -80,7 +85,6 @@ def test_both_paths_are_taken(engine: Engine) -> None:
         [0] * before + [intermediate] * tail,
         [total] * before + [kept] * tail,
     ]
-    assert found.agrees
 
 
 def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Engine) -> None:
@@ -89,30 +93,22 @@ def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Eng
     before, tail = FIRST_SHARED - 1, LAYERS - FIRST_SHARED + 1
     for most, numbers in ((4096, [1, 16]), (15, [1])):
         fits = mock.patch.object(engine.runner, "max_running_requests", most)
-        with nothing_left(engine), counted(engine) as forwards, fits, replaced(state, on_gpu=True):
+        with counted(engine) as forwards, fits, replaced(state, on_gpu=True):
             assert checked(engine).agrees
         expected = [[NEW[0] * n] * before + [n] * tail for n in numbers]
         assert forwards[5 : 5 + len(expected)] == expected
-
-
-def test_nothing_is_left_counted_or_logged(engine: Engine, said: Callable[..., list[str]]) -> None:
-    with nothing_left(engine):
-        assert checked(engine).agrees
-        assert said() == []
 
 
 # ---------------------------------------------------------------- what it finds
 
 
 def test_slots_of_the_requests_may_be_written(engine: Engine) -> None:
-    """And slot 0, which is for padding."""
+    """And slot 0, which is for padding; another one: ``test_forced``."""
     [first, *_] = engine.kv_buffers()[0]
     with make_synthetic_requests(engine.runner, start.get_state(engine.text_model)) as synthetic:
         first[synthetic.requests[0].window_slots] = 0.5
         first[0] = 0.5
         assert not synthetic.others_changed()
-        first[synthetic.requests[1].window_slots[0]] = 0.5  # of a cached token
-        assert synthetic.others_changed()
 
 
 LAST = 5  # of the check's forwards: stock, three on stock's rows, and a whole one
@@ -120,11 +116,10 @@ LAST = 5  # of the check's forwards: stock, three on stock's rows, and a whole o
 
 def test_logits_that_are_no_numbers(engine: Engine) -> None:
     """Of the whole forward alone, as what a forward finds in memory is."""
-    calls: list[int] = []
+    forwards = count(1)
 
     def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
-        calls.append(1)
-        if len(calls) == LAST:
+        if next(forwards) == LAST:
             return output * math.nan
         return None
 
@@ -137,17 +132,16 @@ def test_answers_of_another_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, forward: int
 ) -> None:
     """What the tail gives is right, and not what SGLang reads: of last rows, and of suffixes."""
-    stock = engine.runner.model.logits_processor.forward
-    calls: list[int] = []
+    processor, forwards = engine.runner.model.logits_processor, count(1)
+    stock = processor.forward
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
         output = stock(*args, **kwargs)
-        calls.append(1)
-        if len(calls) == forward:
+        if next(forwards) == forward:
             output.next_token_logits = output.next_token_logits.flip(0)
         return output
 
-    monkeypatch.setattr(engine.runner.model.logits_processor, "forward", swapped)
+    monkeypatch.setattr(processor, "forward", swapped)
     assert find_defect(engine) == "logits"
 
 
@@ -175,23 +169,31 @@ def started(engine: Engine) -> Iterator[ModelState]:
     engine.runner.init_attention_backends()
     yield start.get_state(engine.text_model)
     engine.runner.init_attention_backends()
+    capture(engine)
+
+
+def capture(engine: Engine) -> None:
+    """What follows SGLang's own captures."""
     start.set_up(engine.runner, start.get_state(engine.text_model))
 
 
 def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list[str], list[str]]:
     """What is logged when the engine's graphs are captured: that the path is on, and errors."""
-    start.set_up(engine.runner, start.get_state(engine.text_model))
+    capture(engine)
     return [line for line in said() if " is on: " in line], said(logging.ERROR)
 
 
-def test_the_start_line_has_the_worst_comparison(
+def test_it_is_made_once_and_the_start_line_has_its_worst_comparison(
     started: ModelState, engine: Engine, said: Callable[..., list[str]]
 ) -> None:
-    assert "check" not in started.report
+    """After an update of weights graphs are captured anew, while prefixes are cached."""
     [line], _ = lines_of_start(engine, said)
-    assert (
-        f", checked layer by layer: at most {started.report['check']['compared']} off by " in line
-    )
+    first = started.report["check"]
+    assert f", checked layer by layer: at most {first['compared']} off by " in line
+    with counted(engine) as forwards:
+        capture(engine)
+    assert forwards == []
+    assert started.report["check"] is first
 
 
 def test_a_server_that_fails_is_served_by_stock(
@@ -204,23 +206,13 @@ def test_a_server_that_fails_is_served_by_stock(
     assert_stock(engine, check.FAILED)
 
 
-def test_it_is_made_once(started: ModelState, engine: Engine) -> None:
-    """After an update of weights graphs are captured anew, while prefixes are cached."""
-    start.set_up(engine.runner, start.get_state(engine.text_model))
-    first = started.report["check"]
-    with counted(engine) as forwards:
-        start.set_up(engine.runner, start.get_state(engine.text_model))
-    assert forwards == []
-    assert started.report["check"] is first
-
-
 def test_memory_is_pinned_after_each_capture(started: ModelState, engine: Engine) -> None:
     """Which frees what was pinned before, as does each capture of SGLang's."""
     steps = mock.Mock()
     captured = mock.patch.object(lifecycle, "capture_tail", steps.captured)
     with captured, mock.patch.object(tail_batch, "pin_memory", steps.pinned):
         for _ in range(2):
-            start.set_up(engine.runner, started)
+            capture(engine)
     assert [call[0] for call in steps.mock_calls] == ["captured", "pinned"] * 2
     steps.pinned.assert_called_with(engine.runner.device)
 
@@ -230,7 +222,7 @@ def test_the_operator_has_a_say(
 ) -> None:
     setting(self_check=False)
     with counted(engine) as forwards:
-        start.set_up(engine.runner, start.get_state(engine.text_model))
+        capture(engine)
     assert forwards == []
     assert started.report["check"]["unchecked"] == check.OFF
     assert_fast(engine)
@@ -322,24 +314,16 @@ def test_samples_are_those_of_a_server_without_the_check(
     assert torch.equal(torch.rand(8), wanted)
 
 
-# ---------------------------------------------------------------- a forward of somebody else's
-
-
-@contextmanager
-def another_forward(engine: Engine) -> Iterator[None]:
-    """Another plugin has put a forward of its own, here SGLang's, in the place of the package's."""
-    kind = type(engine.text_model)
-    with mock.patch.object(kind, "forward", kind.forward.__wrapped__):
-        yield
-
-
 def test_prefills_that_never_come_by(
     engine: Engine, said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was set up is not what happens: twenty such prefills, and it is no longer "active"."""
+    """What was set up is not what happens: twenty such prefills, and it is no longer "active".
+
+    Another plugin has put a forward of its own, here SGLang's, in the place of the package's.
+    """
     monkeypatch.setattr(states, "_attached", {start.get_state(engine.text_model)})
-    batch = engine.schedule(TWO_PROMPTS)
-    with another_forward(engine):
+    batch, kind = engine.schedule(TWO_PROMPTS), type(engine.text_model)
+    with mock.patch.object(kind, "forward", kind.forward.__wrapped__):
         for _ in range(20):
             assert run(engine, batch, "1").rows == [43] * LAYERS
         assert metrics.describe_state()["active"] is True
@@ -352,17 +336,6 @@ def test_prefills_that_never_come_by(
     assert (state["active"], state["reason"]) == (False, "set up, but no prefill was cut")
     assert state["forwards"][counters.UNSEEN] == 22  # the last one may still come by
     assert status.verdict([state]) == (False, "set up, but no prefill was cut")
-
-
-def test_prefills_that_are_cut_are_not_unseen(engine: Engine) -> None:
-    assert_fast(engine)  # an earlier test may have left one that has not come by
-    counters.forwards.clear()
-    for _ in range(3):
-        assert_fast(engine)
-    assert counters.forwards[counters.UNSEEN] == 0
-
-
-# ---------------------------------------------------------------- another SGLang
 
 
 # ---------------------------------------------------------------- other servers

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from harness.forwards import assert_fast, assert_untouched
 from harness.layer_rows import LAYERS
-from sglang_gemma4_reference.engine import Engine, settings_changed
+from harness.observe import assert_same_cache, run
+from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import start as check
@@ -82,6 +84,18 @@ def tensors_unchanged(engine: Engine) -> Iterator[None]:
     before = everything()
     yield
     assert all(map(torch.equal, before, everything()))
+
+
+def assert_audited(engine: Engine, prompts: Sequence[Prompt], first_cut: int) -> None:
+    """Cut, whole, and the tail again; the client gets stock's answer."""
+    stock, unaudited = assert_fast(engine, prompts)
+    with audited(engine):
+        both = run(engine, engine.schedule(prompts), "1")
+    assert both.rows == [*unaudited.rows, *stock.rows, *unaudited.rows[first_cut:]]
+    assert_same_cache(unaudited, both)
+    assert torch.equal(both.output.next_token_logits, stock.output.next_token_logits)
+    assert counts() == (1, 0)
+    assert_untouched(engine)
 
 
 def counts() -> tuple[int, int]:

@@ -128,7 +128,8 @@ class Observed:
     planned_after: Metadata | None = None
 
 
-def _fields(batch: Any) -> dict[str, object]:
+def fields_of(batch: Any) -> dict[str, object]:
+    """The fields of a batch."""
     found: dict[str, object] = {}
     for f in dataclasses.fields(batch):
         found[f.name] = getattr(batch, f.name)
@@ -141,13 +142,13 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     model = engine.text_model
 
     def on_entry(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.before = _fields(batch_in(args, kwargs))
+        seen.before = fields_of(batch_in(args, kwargs))
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         seen.positions = positions.clone()
         seen.planned_before = Metadata.of(engine.runner.attn_backend)
 
     def on_exit(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seen.after = _fields(batch_in(args, kwargs))
+        seen.after = fields_of(batch_in(args, kwargs))
         seen.planned_after = Metadata.of(engine.runner.attn_backend)
         if isinstance(output, tuple):  # with captured layers, beside their states
             output = output[0]

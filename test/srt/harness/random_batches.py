@@ -31,6 +31,7 @@ from harness.observe import (
     run,
     skips_tail,
 )
+from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape
 from sglang_gemma4_reference.engine import Engine, Prompt
 
@@ -150,7 +151,6 @@ def batches(
     return st.builds(Batch, requests.map(tuple), prefix=st.sampled_from("01"), seed=seeds)
 
 
-#: Batches that every model must be tried on.
 HARD_LAST_ROWS = (
     Batch(
         (
@@ -227,37 +227,58 @@ def intermediate_chunks(engine: Engine, batch: Batch) -> bool:
     return active and skips_tail(prompts)
 
 
+@dataclass(frozen=True)
+class Property:
+    """What holds of a batch.
+
+    Attributes:
+        says: asserts it, and returns whether the fast path was active.
+        hard: batches that every model must be tried on.
+        kind: of the random ones.
+    """
+
+    says: Callable[[Engine, Batch], bool]
+    hard: tuple[Batch, ...]
+    kind: dict[str, bool]
+
+
+PROPERTIES = {
+    "last rows are stock's": Property(last_rows, HARD_LAST_ROWS, {}),
+    "input logprobs are stock's": Property(input_logprobs, HARD_LOGPROBS, {"logprobs": True}),
+    "chunks that nobody reads skip the tail": Property(
+        intermediate_chunks, HARD_CHUNKS, {"unfinished": True}
+    ),
+}
+
+
 def holds(
-    engine: Engine,
-    says: Callable[[Engine, Batch], bool],
-    drawn: st.SearchStrategy[Batch],
-    hard: tuple[Batch, ...],
-    *,
-    examples: int,
-    floor: int,
+    engine: Engine, tried: Property, longest: int, most: int, *, examples: int, floor: int
 ) -> None:
     """Try a property on the hard batches and on random ones.
 
     Args:
-        says: the property; it returns whether the fast path was active.
+        longest: new tokens of a request.
+        most: requests of a batch.
         examples: random batches to try.
         floor: of all, at least so many must have been active.
     """
     active = 0
+    if tried.says is intermediate_chunks and not releases.marks_intermediate():
+        floor = 0
 
     def checked(batch: Batch) -> None:
         nonlocal active
         with torch.inference_mode():
-            active += says(engine, batch)
+            active += tried.says(engine, batch)
 
-    tried = given(drawn)(checked)
-    for batch in hard:
-        tried = example(batch)(tried)
+    property_ = given(batches(longest, most, **tried.kind))(checked)
+    for batch in tried.hard:
+        property_ = example(batch)(property_)
     settings(
         max_examples=examples,
         deadline=None,
         derandomize=True,
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=[HealthCheck.too_slow],
-    )(tried)()
+    )(property_)()
     assert active >= floor, f"the fast path was active for {active} examples only"

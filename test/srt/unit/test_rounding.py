@@ -107,9 +107,6 @@ def test_a_row_that_cancels_rounds_as_its_parts_do(seed: int, dtype: torch.dtype
     )
     assert compared(one, other, 1.0, size=size).is_rounding
     assert not compared(one, other, 1.0, size=own).is_rounding
-    another = other.clone()
-    another[7] = other[8]
-    assert compared(one, another, 1.0, size=size).excess > 4
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
