@@ -160,3 +160,17 @@ def test_it_is_named(sharp: Engine, case: str) -> None:
     wrong, expected = CASES[case]
     with wrong(sharp):
         assert named(sharp) == expected
+
+
+def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is never called, so nothing can be compared."""
+    model, state = sharp.text_model, state_of(sharp)
+    stock = type(model.layers[LAYER]).__call__
+
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer is model.layers[LAYER] and not state.unsupported:
+            return kwargs["hidden_states"]
+        return stock(layer, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.layers[LAYER]), "__call__", call)
+    assert f"no output of layer {LAYER}" in named(sharp)

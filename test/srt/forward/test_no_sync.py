@@ -28,6 +28,7 @@ from harness.observe import Observed, watching
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_reference.host_reads import counted
 from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.replaced import replaced
 
 PACKAGE = str(Path(log.__file__).parent)
@@ -101,3 +102,18 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
         assert order == ["main", "first_layer"]
     else:
         assert order == ["main", "tail", "first_layer"]
+
+
+def test_a_read_in_the_package_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    stock = read_by(engine, scheduled, "0", intermediate=False)
+    check = eligibility.check_eligibility
+
+    def reading(state: Any, forward_batch: Any) -> Any:
+        assert int(forward_batch.seq_lens.max()) > 0
+        return check(state, forward_batch)
+
+    monkeypatch.setattr(eligibility, "check_eligibility", reading)
+    fast = read_by(engine, scheduled, "1", intermediate=False)
+    with pytest.raises(AssertionError):
+        assert_no_more_reads(fast, stock)
