@@ -137,7 +137,7 @@ def test_prompt_beside_decoding(paged: Paged) -> None:
     both = compare(paged.both, lambda server: beside_decoding(server, *prompts))
     assert_all_fast(both.prefills)
     assert any(prefill.extend_lens[1:] == [1] for prefill in both.prefills)
-    assert_same_tokens(both, prompts, paged.both[1], close_calls=1)
+    assert_same_tokens(both, prompts, paged.both[1])
 
 
 @pytest.mark.parametrize("paged", [64], indirect=True)  # the pair with the small pool
@@ -154,4 +154,4 @@ def test_full_pool(paged: Paged) -> None:
     for server in paged.both:
         assert server.log_lines("Retract requests"), "the pool never ran full"
     assert_all_fast(both.prefills)
-    assert_same_tokens(both, prompts, paged.both[1], close_calls=1)
+    assert_same_tokens(both, prompts, paged.both[1])

@@ -16,7 +16,6 @@ import pytest
 from harness.ask import Answer, assert_alike, generate, prompts_of, tokens
 from harness.layer_rows import CHUNK_KEPT, cut
 from harness.server import CHUNK, Pair, Server, running
-from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.tail_failures import slow_prefills
 
 pytestmark = pytest.mark.release
@@ -37,8 +36,6 @@ PRIORITIES = (
 def with_a_host_cache(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    if not releases.moves_cache_to_the_host():
-        pytest.skip("this SGLang's cache on the host cannot run on a CPU")
     directory = tmp_path_factory.mktemp("prefixes")
     with running(tiny_checkpoint, directory, switch=None, arguments=PREFIXES) as server:
         yield server

@@ -41,7 +41,7 @@ def test_a_server_that_is_active(on_server: Server, capsys: Captured) -> None:
     assert (code, err) == (0, [])
     assert out[-1] == "The fast path is active."
     [shown] = json.loads("\n".join(out[:-1]))
-    [state] = on_server.get("/server_info")["internal_states"]
+    [state] = on_server.states()
     assert shown == state[ENTRY]
     code, [line], _ = report(capsys, "--json", on_server.url)
     document = json.loads(line)
