@@ -13,7 +13,7 @@ import pytest
 
 from harness.ask import Answer, assert_same_answers, compare, one_by_one, prompts_of
 from harness.doctor import doctor
-from harness.layer_rows import assert_all_stock, cut
+from harness.layer_rows import assert_all_stock
 from harness.other_plugins import AROUND, plugin
 from harness.server import Server, pair, python_path, running
 from sglang_gemma4_yoco import settings
@@ -116,29 +116,32 @@ REPLACE = """
 
 
 @pytest.mark.release
+@pytest.mark.parametrize(
+    ("code", "trusted", "reason", "kept"),
+    [
+        (REPLACE, "", "Gemma4TextModel.forward runs a_hook.of_their_own, which may", LENGTHS),
+        (AROUND, "a_hook", "The fast path is active.", (1, 1, 1)),
+    ],
+    ids=["foreign", "trusted"],
+)
 def test_another_plugin_on_the_same_method(
-    tiny_checkpoint: Path, tmp_path: Path, off_server: Server, capsys: Captured
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    off_server: Server,
+    capsys: Captured,
+    code: str,
+    trusted: str,
+    reason: str,
+    kept: tuple[int, ...],
 ) -> None:
-    env = {"PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", REPLACE))}
-    with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
-        both = compare((server, off_server), ask)
-        reason = reason_of(server, capsys)
-    assert reason.startswith("Gemma4TextModel.forward runs a_hook.of_their_own, which may read")
-    assert_all_stock(both.prefills)
-    assert_same_answers(both)
-
-
-@pytest.mark.release
-def test_another_plugin_that_is_trusted(
-    tiny_checkpoint: Path, tmp_path: Path, off_server: Server
-) -> None:
-    """It sees the forwards, which are cut."""
+    """One that is trusted sees the forwards, which are cut."""
     env: Any = {
-        "PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", AROUND)),
-        settings.name_of("trust"): "a_hook",
+        "PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", code)),
+        settings.name_of("trust"): trusted,
     }
     with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
         both = compare((server, off_server), ask)
-        assert server.log_lines("their hook saw a forward")
-    assert both.rows[0] == cut(70, 1)
+        assert reason_of(server, capsys).startswith(reason)
+        assert bool(server.log_lines("their hook saw a forward")) is bool(trusted)
+    assert tuple(rows[-1] for rows in both.rows) == kept
     assert_same_answers(both)
