@@ -53,6 +53,8 @@ _SAMPLINGS = (
 
 Tokens = tuple[int, ...]
 T = TypeVar("T")
+#: The log-probabilities of the two likeliest tokens after a prompt.
+Likeliest = Callable[[Sequence[int]], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -417,7 +419,7 @@ def compare(
     workload: Sequence[Request],
     stock: Sequence[Answer],
     tested: Sequence[Answer],
-    likeliest: Callable[[Sequence[int]], tuple[float, float]],
+    likeliest: Likeliest,
 ) -> Comparison:
     """Compare the answers of a server under test with those of a stock one.
 
@@ -458,7 +460,7 @@ def _compare(
     request: Request,
     stock: Answer,
     tested: Answer,
-    likeliest: Callable[[Sequence[int]], tuple[float, float]],
+    likeliest: Likeliest,
     result: Comparison,
 ) -> None:
     for answer, server in ((stock, "stock"), (tested, "tested")):
@@ -482,7 +484,7 @@ def _compare_greedy(
     request: Request,
     stock: Output,
     tested: Output,
-    likeliest: Callable[[Sequence[int]], tuple[float, float]],
+    likeliest: Likeliest,
     result: Comparison,
 ) -> None:
     same = tokens_before_parting(stock.tokens, tested.tokens)

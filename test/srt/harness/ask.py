@@ -218,18 +218,6 @@ def generate(
     return [_answer(reply, new_tokens) for reply in listed(replies)]
 
 
-def again_and_again(server: Either) -> list[Answer]:
-    """Answers to one prompt, four times in a row, and after each to one that goes on from it."""
-    prompt = tokens(200, seed=40)
-    turns: list[list[int]] = []
-    for seed in range(4):
-        turns += prompt, prompt + tokens(20, seed=seed)
-    answers = one_by_one(*turns)(server)
-    assert len({answer.tokens for answer in answers[::2]}) == 1
-    assert {answer.cached_tokens for answer in answers[1::2]} == {200}
-    return answers
-
-
 def outputs(server: Server, prompt: Any, **sampling: Any) -> list[list[int]]:
     """Token ids of every answer to one prompt, or to a batch of them.
 
@@ -257,12 +245,6 @@ def drafted(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple
             )
         )
     return found
-
-
-def drafted_twice(server: Server) -> list[tuple[Any, ...]]:
-    """A turn of 60 tokens, and one that goes on from its answer: K and V of accepted drafts."""
-    [first] = drafted(server, [tokens(60, seed=4)])
-    return [first, *drafted(server, [[*tokens(60, seed=4), *first[0], *tokens(9, seed=5)]])]
 
 
 def next_turn(server: Either, prompt: list[int], more: list[int]) -> list[Answer]:

@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +87,14 @@ def test_image(both: tuple[Either, Either]) -> None:
 
 
 def test_several_at_a_time(both: tuple[Either, Either]) -> None:
-    """A batch, and clients of their own beside it."""
-    requests = [prompts_of(150, 20, 7, seed=1), *prompts_of(3, 45, 128, 129, 300, 17)]
+    """They share forwards, of the prefill server and of the decode server."""
+    prompts = prompts_of(150, 20, 7, 3, 45, 128, 129, 300, 17)
 
     def ask(server: Either) -> list[Answer]:
-        answers = at_once(lambda request: generate(server, request), requests)
-        return list(chain.from_iterable(answers))
+        return at_once(lambda prompt: generate(server, prompt)[0], prompts)
 
-    assert_alike(both, ask, close_calls=1)
+    compared = assert_alike(both, ask, close_calls=1)
+    assert any(len(prefill.extend_lens) > 1 for prefill in compared.prefills)
 
 
 def test_roles_are_switched(both_roles: Disaggregated, off_server: Server) -> None:

@@ -127,32 +127,32 @@ def test_nothing_is_started_or_left(answers: Answers) -> None:
 # ---------------------------------------------------------------- secrets
 
 
+#: How a secret is given, and how the report is made.
+SECRETS = [
+    *product((*typed_secrets.FLAGS, *typed_secrets.FILES), ["json"]),
+    *product(typed_secrets.SHOWN_IN_TEXT, ["text"]),
+]
+
+
 @pytest.fixture(scope="module")
 def with_secrets(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Answer]:
-    """The reports of servers with secrets, by how these are given, as JSON and as text."""
-    model = ["--model-path", str(tiny_checkpoint), "--", *_CPU]
-    calls: dict[tuple[str, str], list[str]] = {}
-    for name, flags in typed_secrets.FLAGS.items():
-        calls[name, "json"] = ["--json", *model, *flags]
-        if name in typed_secrets.SHOWN_IN_TEXT:
-            calls[name, "text"] = [*model, *flags]
+    """The reports of servers with secrets."""
     directory = tmp_path_factory.mktemp("secrets")
+    flags = dict(typed_secrets.FLAGS)
     for name, text in typed_secrets.FILES.items():
         (directory / f"{name}.yaml").write_text(text)
-        calls[name, "json"] = ["--json", *model, "--config", str(directory / f"{name}.yaml")]
-    found, _ = doctor(directory, *calls.values(), **typed_secrets.VARIABLES)
-    return dict(zip(calls, found, strict=True))
+        flags[name] = ["--config", str(directory / f"{name}.yaml")]
+    calls = []
+    for name, how in SECRETS:
+        as_json = ["--json"] * (how == "json")
+        calls.append([*as_json, "--model-path", str(tiny_checkpoint), "--", *_CPU, *flags[name]])
+    found, _ = doctor(directory, *calls, **typed_secrets.VARIABLES)
+    return dict(zip(SECRETS, found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        *product((*typed_secrets.FLAGS, *typed_secrets.FILES), ["json"]),
-        *product(typed_secrets.SHOWN_IN_TEXT, ["text"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "how"), SECRETS)
 def test_no_secret_is_shown(
     with_secrets: dict[tuple[str, str], Answer], name: str, how: str, tmp_path: Path
 ) -> None:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import pytest
 
 from harness.ask import (
-    again_and_again,
     assert_ranks_alike,
     assert_same_answers,
     assert_same_traffic,
@@ -173,7 +172,12 @@ def test_text_with_literal_placeholders(both_servers: Pair, tiny_checkpoint: Pat
 
 
 def test_one_prompt_again_and_again(both_servers: Pair) -> None:
-    counted = through_exits(both_servers, again_and_again)
+    """Four times in a row, and after each one that goes on from it."""
+    prompt = tokens(200, seed=40)
+    turns: list[list[int]] = []
+    for seed in range(4):
+        turns += prompt, prompt + tokens(20, seed=seed)
+    counted = through_exits(both_servers, one_by_one(*turns))
     assert (counted[counters.EXIT_SKIPPED], counted[counters.EXIT_CAPTURED]) == (1, 5)
 
 

@@ -44,7 +44,7 @@ def measured(ranks_server: Server) -> Server:
 def samples(server: Server) -> dict[str, list[Any]]:
     """Those of /metrics, by name."""
     found: dict[str, list[Any]] = defaultdict(list)
-    for family in text_string_to_metric_families(server.get_text("/metrics")):
+    for family in text_string_to_metric_families(server._ask("GET", "/metrics").text):
         for sample in family.samples:
             found[sample.name].append(sample)
     return found

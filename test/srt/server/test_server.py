@@ -14,7 +14,6 @@ import pytest
 
 from harness.ask import (
     TOLERANCE,
-    again_and_again,
     assert_alike,
     assert_same_answers,
     assert_same_tokens,
@@ -50,11 +49,6 @@ def test_cached_prefix(servers: Pair) -> None:
     last = both.prefills[-1]
     assert (last.prefix_lens, last.rows) == ([300], cut(40, 1))
     assert [answer.cached_tokens for answer in both.on] == [0, 300]
-
-
-def test_one_prompt_again_and_again(servers: Pair) -> None:
-    first = [cut(CHUNK, CHUNK_KEPT), cut(200 - CHUNK, 1), cut(20, 1)]
-    assert_alike(servers, again_and_again, rows=first + [cut(1, 1), cut(20, 1)] * 3)
 
 
 def test_next_turn(servers: Pair) -> None:

@@ -5,8 +5,7 @@ A short form of ``scripts/bench/random_workload.py``, on the servers that other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,22 +75,16 @@ def test_random_traffic(
     assert_same_traffic(REQUESTS, stock, answers, off_server)
 
 
-@contextmanager
-def failing(server: Server, every: int) -> Iterator[None]:
-    """Make every so manieth shortened forward of the server fail inside the tail."""
-    server.failures.write_text(str(every))
-    try:
-        yield
-    finally:
-        server.failures.unlink()
-
-
 def test_random_traffic_while_the_tail_fails(
     on_server: Server, off_server: Server, stock: list[Answer]
 ) -> None:
+    """Every fourth shortened forward fails inside the tail, and stock serves it."""
     before = len(tail_failures.so_far(on_server.failures))
-    with failing(on_server, every=4):
+    on_server.failures.write_text("4")
+    try:
         answers, prefills = ask(on_server)
+    finally:
+        on_server.failures.unlink()
     injected = len(tail_failures.so_far(on_server.failures)) - before
     assert injected >= 2, "no failures: is the installed test/reference up to date?"
     served = [prefill for prefill in prefills if outcome(prefill) == SERVED_BY_STOCK]
