@@ -148,10 +148,20 @@ def servers(
 def default_server(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server with the rule of users who set none; its decode steps and tails are replayed."""
+    """A server with the package, and none of the package's variables: as users have it."""
     directory = tmp_path_factory.mktemp("defaults")
-    how: Any = {"arguments": CAPTURED_ARGUMENTS, "env": {**CAPTURED_GRAPHS, **DEFAULT_THRESHOLD}}
-    with running(tiny_checkpoint, directory, switch=None, **how) as server:
+    with running(tiny_checkpoint, directory, switch=None, env=DEFAULT_THRESHOLD) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def captured_server(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server whose decode steps are replayed, and the tails of its prefills."""
+    directory = tmp_path_factory.mktemp("captured")
+    graphs: Any = {"arguments": CAPTURED_ARGUMENTS, "env": CAPTURED_GRAPHS}
+    with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
         yield server
 
 

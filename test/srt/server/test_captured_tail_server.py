@@ -1,7 +1,7 @@
 """A real server that replays its decode steps and the tails of its prefills, beside a stock one.
 
-The rows of a replayed layer are those that were captured (``row_trace``). Random
-traffic: ``test_workload``.
+The rows of a replayed layer are those that were captured (``row_trace``): a batch of three prompts
+is padded to four. Random traffic, retraction and aborts: ``test_workload``, ``test_http_features``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import metrics
 
-CAPTURED: Any = {"minimum": None, "captured": ROWS}
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 @pytest.fixture
-def both_servers(default_server: Server, off_server: Server) -> Pair:
-    return default_server, off_server
+def both_servers(captured_server: Server, off_server: Server) -> Pair:
+    return captured_server, off_server
 
 
 def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
@@ -65,16 +64,16 @@ def keys_and_types(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_samples_in_the_documents(default_server: Server) -> None:
+def test_the_samples_in_the_documents(captured_server: Server) -> None:
     """A server writes such lines, and such an entry."""
-    generate(default_server, tokens(50, seed=2))
+    generate(captured_server, tokens(50, seed=2))
     page = (DOCS / "operating.md").read_text()
     [sample] = re.findall("sample of the log: begin -->\n```text\n(.*?)```", page, re.DOTALL)
     lines = set()
-    for line in default_server.log_lines("Gemma 4 fast prefill"):
+    for line in captured_server.log_lines("Gemma 4 fast prefill"):
         lines.add(general(line[line.index("Gemma 4 fast prefill") :]))
     assert {general(line) for line in sample.splitlines()} <= lines
-    [state] = [state[metrics.ENTRY] for state in default_server.states()]
+    [state] = [state[metrics.ENTRY] for state in captured_server.states()]
     [shown] = json.loads((DOCS / "status_sample.json").read_text())["schedulers"]
     assert keys_and_types(state) == keys_and_types(shown)
     for name in ("cut", "tail"):
@@ -87,12 +86,12 @@ def test_prompt_beside_decoding(both_servers: Pair) -> None:
     """A decode row in the same forward is one row more of its tail."""
     short, long = tokens(20, seed=64), tokens(CHUNK + 40, seed=65)
     both = assert_alike(
-        both_servers, lambda server: beside_decoding(server, short, long), **CAPTURED
+        both_servers, lambda server: beside_decoding(server, short, long), captured=ROWS
     )
     assert any(len(p.extend_lens) == 2 and p.replays for p in both.prefills)
 
 
 def test_weight_update(both_servers: Pair, tmp_path: Path) -> None:
     """The captured tail computes with the new weights."""
-    both = assert_new_weights(both_servers, tmp_path, **CAPTURED)
+    both = assert_new_weights(both_servers, tmp_path, captured=ROWS)
     assert sum(prefill.replays for prefill in both.prefills) == 3

@@ -1,4 +1,4 @@
-"""A server with the rule of users who set none: what was measured decides what pays.
+"""A server as users have it, who set nothing: the measured rule decides what pays.
 
 All other servers of the tests skip whatever they can. The stock server is the one that those are
 compared with too, for it has no rule. ``test_workload`` sends this server requests of all kinds at

@@ -61,20 +61,18 @@ A = TypeVar("A")
     params=[1, pytest.param(2, marks=pytest.mark.release)],
     ids=["one rank", "two ranks"],
 )
-def exits_server(
-    request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """A server that replays its prefills, on one tensor-parallel rank or two."""
+def both_servers(
+    request: pytest.FixtureRequest,
+    tiny_checkpoint: Path,
+    off_server: Server,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
+    """A server that replays its prefills, on one tensor-parallel rank or two; and the stock one."""
     directory = tmp_path_factory.mktemp("exits")
     arguments = (*ARGUMENTS, "--tp-size", str(request.param))
     graphs: Any = {"arguments": arguments, "env": GRAPHS}
     with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
-        yield server
-
-
-@pytest.fixture
-def both_servers(exits_server: Server, off_server: Server) -> Pair:
-    return exits_server, off_server
+        yield server, off_server
 
 
 # -- which way a forward went ----------------------------------------------------------------

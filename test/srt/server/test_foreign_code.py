@@ -83,24 +83,21 @@ def test_a_model_that_reads_every_row(
     }
     with pair(tiny_checkpoint, tmp_path, env=env) as both:
         asked = compare(both, ask)
-        scores = [rows_of(server) for server in both]
         shown = reason_of(both[0], capsys)
     assert_same_answers(asked)
     assert shown == MODEL_REASON
-    assert [len(rows) for rows in scores[0]] == [*LENGTHS]
-    for on, off in zip(*scores, strict=True):
-        assert on == pytest.approx(off, abs=1e-4)
+    scores = []
+    for server in both:
+        lines = server.log_file.with_name("scores.jsonl").read_text().splitlines()
+        scores.append(lines[-len(LENGTHS) :])  # its warm-up comes before
+    for length, on, off in zip(LENGTHS, *scores, strict=True):
+        assert json.loads(on) == pytest.approx(json.loads(off), abs=1e-4)
+        assert len(json.loads(on)) == length
     assert_all_stock(asked.prefills)
     [answer], _ = doctor(
         tmp_path, ("--json", "--model-path", str(tiny_checkpoint), "--", "--device", "cpu"), **env
     )
     assert (answer.status, answer.document["refusals"]) == (1, [MODEL_REASON])
-
-
-def rows_of(server: Server) -> list[list[float]]:
-    """The scores that a server has written for what it was asked, by prompt."""
-    written = server.log_file.with_name("scores.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in written[-len(LENGTHS) :]]  # its warm-up comes before
 
 
 REPLACE = """

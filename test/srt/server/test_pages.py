@@ -59,13 +59,9 @@ def paged(
     if request.param == 64:
         arguments += [*_SMALL_POOL, *_ANOTHER_BACKEND]
     with pair(tiny_checkpoint, tmp_path_factory.mktemp("pages"), *arguments) as servers:
+        for server in servers:
+            assert server.resolved("page_size") == request.param
         yield Paged(request.param, servers)
-
-
-def test_page_size(paged: Paged) -> None:
-    """SGLang has not chosen another one by itself."""
-    for server in paged.both:
-        assert server.resolved("page_size") == paged.size
 
 
 @pytest.mark.parametrize("paged", [64], indirect=True)

@@ -33,17 +33,13 @@ PRIORITIES = (
 
 
 @pytest.fixture(scope="module")
-def with_a_host_cache(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def both_servers(
+    tiny_checkpoint: Path, off_server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """A server with a cache on the host, and the stock server."""
     directory = tmp_path_factory.mktemp("prefixes")
     with running(tiny_checkpoint, directory, switch=None, arguments=PREFIXES) as server:
-        yield server
-
-
-@pytest.fixture
-def both_servers(with_a_host_cache: Server, off_server: Server) -> Pair:
-    return with_a_host_cache, off_server
+        yield server, off_server
 
 
 def test_preemption(tiny_checkpoint: Path, tmp_path: Path, off_server: Server) -> None:

@@ -50,8 +50,12 @@ def stock(off_server: Server) -> list[Answer]:
 
 @pytest.mark.parametrize(
     ("name", "minimum", "captured"),
-    [("on_server", 1, ()), ("default_server", None, CAPTURED_ROWS)],
-    ids=["any row, eager", "default rule, captured"],
+    [
+        ("on_server", 1, ()),
+        ("default_server", None, ()),
+        ("captured_server", 1, CAPTURED_ROWS),
+    ],
+    ids=["any row", "default settings", "captured tail"],
 )
 def test_random_traffic(
     request: pytest.FixtureRequest,
@@ -61,8 +65,8 @@ def test_random_traffic(
     minimum: int | None,
     captured: Sequence[int],
 ) -> None:
-    """Where any skipped row is worth it; and with the rule of users who set none, where decode
-    steps are replayed, and the tails of batches with few rows."""
+    """Where any skipped row is worth it; as users have it, who set nothing; and where decode steps
+    are replayed, and the tails of batches with few rows."""
     server: Server = request.getfixturevalue(name)
     answers, prefills = ask(server)
     assert_all_fast(prefills, minimum, captured)

@@ -220,9 +220,9 @@ def play(
     if rest_of(prompts):
         batch = engine.next_chunk(batch, prompts)
         seen.append(run(engine, batch, switch, planned_as=next(before, None)))
-    answers = tokens(random.Random(0), 2 * len(batch.reqs))
-    for half in (answers[: len(batch.reqs)], answers[len(batch.reqs) :]):
-        seen.append(step(engine, batch, half, switch))
+    for seed in range(2):
+        answers = tokens(random.Random(seed), len(batch.reqs))
+        seen.append(step(engine, batch, answers, switch))
     return seen
 
 
