@@ -163,26 +163,15 @@ E2B = Gemma4Shape(
     dtype="bfloat16",
 )
 
-E4B = dataclasses.replace(
-    E2B,
-    hidden_size=2560,
-    layers=42,
-    kv_shared_layers=18,
-    sliding_per_full=5,
-    kv_heads=2,
-    intermediate_size=10240,
-    double_wide_mlp=False,
-)
-
-
-def _layers_of(shape: Gemma4Shape) -> dict[str, Any]:
-    """The fields for the number of layers, and for what they share."""
-    names = ("layers", "kv_shared_layers", "sliding_per_full", "kv_heads", "double_wide_mlp")
-    found: dict[str, Any] = {}
-    for name in names:
-        found[name] = getattr(shape, name)
-    return found
-
+#: Its layers, and what they share.
+_LAYERS_OF_E4B: dict[str, Any] = {
+    "layers": 42,
+    "kv_shared_layers": 18,
+    "sliding_per_full": 5,
+    "kv_heads": 2,
+    "double_wide_mlp": False,
+}
+E4B = dataclasses.replace(E2B, **_LAYERS_OF_E4B, hidden_size=2560, intermediate_size=10240)
 
 _SMALL_TOWER = Tower(hidden_size=64, layers=2, heads=4)
 
@@ -203,19 +192,14 @@ E2B_MINI = dataclasses.replace(
 )
 
 E4B_MINI = dataclasses.replace(
-    E2B_MINI,
-    **_layers_of(E4B),
-    head_dim=48,
-    global_head_dim=96,
-    ple_width=48,
+    E2B_MINI, **_LAYERS_OF_E4B, head_dim=48, global_head_dim=96, ple_width=48
 )
 
-E2B_TINY = dataclasses.replace(
+# Of the real models only the number of layers and what they share: so narrow that the host
+# determines the time of a forward.
+E2B_HOST = dataclasses.replace(
     E2B_MINI,
     hidden_size=64,
-    layers=8,
-    kv_shared_layers=4,
-    sliding_per_full=3,
     heads=4,
     head_dim=16,
     global_head_dim=32,
@@ -225,11 +209,8 @@ E2B_TINY = dataclasses.replace(
     vocab_size=512,
     max_positions=8192,
 )
-
-# Of the real models only the number of layers and what they share: so narrow that the host
-# determines the time of a forward.
-E2B_HOST = dataclasses.replace(E2B_TINY, **_layers_of(E2B))
-E4B_HOST = dataclasses.replace(E2B_TINY, **_layers_of(E4B))
+E4B_HOST = dataclasses.replace(E2B_HOST, **_LAYERS_OF_E4B)
+E2B_TINY = dataclasses.replace(E2B_HOST, layers=8, kv_shared_layers=4, sliding_per_full=3)
 
 # As models are served: in bf16, and not well-conditioned, its heads, layers and channels as unequal
 # as a trained model's may be. Of 64 channels 8 are outliers: with only one, it would use nearly all

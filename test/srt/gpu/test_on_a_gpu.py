@@ -21,6 +21,7 @@ from harness.batches import batch_of, tokens
 if os.environ.get("YOCO_TEST_GPU") != "1" or not torch.cuda.is_available():
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
+from harness.forwards import state_of
 from harness.replayed_answers import LARGEST_CACHE_ERROR, LEAST_COSINE, Answer
 from scripts.bench.bench_prefill import must_have_spread, randomise, timed
 from sglang_gemma4_reference import releases
@@ -30,7 +31,6 @@ from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.loading import start
 
 # Around the window of 512, where a key more or less would show; and where SGLang changes kernels.
@@ -54,12 +54,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     )
     randomise(engine)
     return engine
-
-
-def state_of(engine: Engine) -> ModelState:
-    state = find_state(engine.text_model)
-    assert state is not None
-    return state
 
 
 def captured_by(engine: Engine) -> TailGraphs:

@@ -361,10 +361,3 @@ def picture(colour: str, size: int = 96) -> list[dict[str, Any]]:
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": "What is this?"},
     ]
-
-
-#: A prompt with an image, for ``generate``.
-IMAGE = {
-    "text": "<|image|>What is this?",
-    "image_data": picture("red")[0]["image_url"]["url"],
-}

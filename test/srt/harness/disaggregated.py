@@ -13,7 +13,6 @@ from typing import Any
 import requests
 
 from harness.server import Server, started
-from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
 
@@ -114,8 +113,3 @@ def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
         prefill.wait_until_ready()
         decode.wait_until_ready()
         yield Disaggregated(prefill, decode, ports)
-
-
-def without_peer() -> dict[str, Any]:
-    """Fields of a request that a prefill server answers alone, with its first token."""
-    return {"bootstrap_host": roles.NO_PEER, "bootstrap_room": next(_rooms)}

@@ -10,26 +10,26 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
 
 from harness.ask import (
     GREEDY,
-    IMAGE,
     Answer,
     Either,
     assert_alike,
     at_once,
     generate,
     one_by_one,
+    picture,
     prompts_of,
     tokens,
 )
-from harness.disaggregated import Disaggregated, disaggregated, without_peer
+from harness.disaggregated import Disaggregated, disaggregated
 from harness.layer_rows import CHUNK_KEPT, assert_all_fast, cut, whole
 from harness.server import CHUNK, Server
+from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
 pytestmark = pytest.mark.release
@@ -82,7 +82,9 @@ def test_input_logprobs(both: tuple[Either, Either]) -> None:
 
 
 def test_image(both: tuple[Either, Either]) -> None:
-    compared = assert_alike(both, lambda s: generate(s, None, **IMAGE))
+    [image, _] = picture("red")
+    body = {"text": "<|image|>What is this?", "image_data": image["image_url"]["url"]}
+    compared = assert_alike(both, lambda s: generate(s, None, **body))
     assert [prefill.multimodal for prefill in compared.prefills] == [True]
 
 
@@ -109,12 +111,10 @@ def test_roles_are_switched(both_roles: Disaggregated, off_server: Server) -> No
 
 def first_tokens(server: Server, prompts: list[list[int]], **peer: Any) -> list[list[int]]:
     """The first token of each answer, which a prefill server gives without a peer."""
-    sampling = GREEDY | {"max_new_tokens": 1}
+    body = {"sampling_params": GREEDY | {"max_new_tokens": 1}, **peer}
     found: list[list[int]] = []
     for prompt in prompts:
-        found.append(
-            server.generate(input_ids=prompt, sampling_params=sampling, **peer)["output_ids"]
-        )
+        found.append(server.generate(input_ids=prompt, **body)["output_ids"])
     return found
 
 
@@ -135,6 +135,7 @@ def test_a_decode_server_that_vanishes(both_roles: Disaggregated, off_server: Se
     prompts = prompts_of(50, 2 * CHUNK + 9, seed=3)
     prefill.forget_prefixes()
     mark = prefill.mark()
-    alone = first_tokens(prefill, prompts, **without_peer())
+    nobody = {"bootstrap_host": roles.NO_PEER, "bootstrap_room": 10_000}
+    alone = first_tokens(prefill, prompts, **nobody)
     assert_all_fast(prefill.prefills(since=mark))
     assert alone == first_tokens(off_server, prompts)
