@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
-from PIL import Image
 
 from harness.disaggregated import Disaggregated, listed
 from harness.layer_rows import assert_all_fast, assert_all_stock
@@ -22,7 +19,6 @@ from sglang_gemma4_reference import workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer, write_checkpoint
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.workload import (
-    FIRST_TEXT_TOKEN,
     LOGPROB_TOLERANCE,
     Client,
     is_close_call,
@@ -182,11 +178,7 @@ def assert_same_tokens(
 
 def tokens(count: int, seed: int) -> list[int]:
     """A prompt of random text tokens, always the same for a seed."""
-    draw = random.Random(seed)
-    found: list[int] = []
-    for _ in range(count):
-        found.append(draw.randrange(FIRST_TEXT_TOKEN, E2B_TINY.vocab_size))
-    return found
+    return workload.random_tokens(random.Random(seed), count, E2B_TINY.vocab_size)
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -354,10 +346,7 @@ def over_a_chunk_boundary() -> list[dict[str, Any]]:
 
 def picture(colour: str, size: int = 96) -> list[dict[str, Any]]:
     """The content of a user message: a square image of one colour, and a question."""
-    file = io.BytesIO()
-    Image.new("RGB", (size, size), colour).save(file, format="PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     return [
-        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": {"url": workload.picture(colour, size)}},
         {"type": "text", "text": "What is this?"},
     ]

@@ -34,7 +34,6 @@ from sglang_gemma4_yoco.loading import patch
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
-_CPU = ("--device", "cpu", "--dtype", "float32")
 #: By flags or by command line: the exit status, and how the reason begins. SGLang's capture of
 #: prefills is repaired for the backend "breakable" alone; "--enable-lora" needs more than that.
 Verdicts = dict[str, tuple[int, str]]
@@ -47,7 +46,15 @@ Answers = tuple[dict[str, Answer], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def answers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def served(tiny_checkpoint: Path) -> list[str]:
+    """The tiny model, and what a server of it needs on a CPU."""
+    return ["--model-path", str(tiny_checkpoint), "--", "--device", "cpu", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def answers(
+    tiny_checkpoint: Path, served: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Answers:
     """Those to all command lines, and what else was found meanwhile."""
     directory = tmp_path_factory.mktemp("doctor")
     config = json.loads((tiny_checkpoint / "config.json").read_text())
@@ -57,8 +64,7 @@ def answers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     gemma3n.write_config(directory / "gemma3n", gemma3n.E2B_TINY, multimodal=True)
     calls: dict[str, list[str]] = {}
     for flags in OF_THE_TINY_MODEL:
-        calls[flags] = ["--json", "--model-path", str(tiny_checkpoint), "--", *_CPU]
-        calls[flags] += shlex.split(flags)
+        calls[flags] = ["--json", *served, *shlex.split(flags)]
     for line in OTHERS:
         calls[line] = ["--json", *shlex.split(line.format(tmp=directory))]
     found, document = doctor(directory, *calls.values())
@@ -136,7 +142,7 @@ SECRETS = [
 
 @pytest.fixture(scope="module")
 def with_secrets(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+    served: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Answer]:
     """The reports of servers with secrets."""
     directory = tmp_path_factory.mktemp("secrets")
@@ -147,7 +153,7 @@ def with_secrets(
     calls = []
     for name, how in SECRETS:
         as_json = ["--json"] * (how == "json")
-        calls.append([*as_json, "--model-path", str(tiny_checkpoint), "--", *_CPU, *flags[name]])
+        calls.append([*as_json, *served, *flags[name]])
     found, _ = doctor(directory, *calls, **typed_secrets.VARIABLES)
     return dict(zip(SECRETS, found, strict=True))
 
@@ -288,11 +294,11 @@ TOO_OLD = """
 """
 
 
-def test_a_plugin_that_refuses_this_sglang(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_plugin_that_refuses_this_sglang(served: list[str], tmp_path: Path) -> None:
     """SGLang loads it as a server does, and its reason is doctor's."""
     [answer], _ = doctor(
         tmp_path,
-        ("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
+        ["--json", *served],
         PYTHONPATH=python_path(plugin(tmp_path / "path", "a_version", TOO_OLD)),
     )
     assert (answer.status, answer.document["active"]) == (1, False)
@@ -312,7 +318,7 @@ def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
         assert report.refusals == refusals
 
 
-def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_settings_and_other_plugins(served: list[str], tmp_path: Path) -> None:
     """All that is wrong is named at once, and the first of it is the reason."""
     variables = {
         f"{settings.SWITCH}_MIN_SKIPPED_ROWS": "few",
@@ -320,7 +326,7 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> No
     }
     [answer], _ = doctor(
         tmp_path,
-        ("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
+        ["--json", *served],
         **{**variables, "SGLANG_PLUGINS": "gemma4_row_trace"},
     )
     *invalid, plugins = answer.document["refusals"]
@@ -338,11 +344,11 @@ TALKING = """
 """
 
 
-def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_report_to_read(served: list[str], tmp_path: Path) -> None:
     """With a trusted plugin beside this one, which prints, and a setting that does not exist."""
     [answer], _ = doctor(
         tmp_path,
-        ("--model-path", str(tiny_checkpoint), "--", *_CPU),
+        served,
         PYTHONPATH=python_path(plugin(tmp_path / "path", "a_hook", AROUND + TALKING)),
         SGLANG_GEMMA4_YOCO_GRAPHS="0",
         SGLANG_GEMMA4_YOCO_TRUST="a_hook,another",

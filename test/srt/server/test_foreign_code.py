@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.ask import Answer, assert_same_answers, compare, one_by_one, prompts_of
+from harness.ask import assert_same_answers, compare, one_by_one, prompts_of
 from harness.doctor import doctor
 from harness.layer_rows import assert_all_stock
 from harness.other_plugins import AROUND, plugin
@@ -55,9 +55,7 @@ MODEL_REASON = (
 LENGTHS = (70, 40, 3)
 
 
-def ask(server: Server) -> list[Answer]:
-    """Single prompts, one after the other."""
-    return one_by_one(*prompts_of(*LENGTHS))(server)
+ask = one_by_one(*prompts_of(*LENGTHS))
 
 
 def reason_of(server: Server, capsys: Captured) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -154,17 +155,12 @@ def test_comparison(request_: Request, answer: Answer, said: str | None) -> None
     assert said is None or said in result.differences[0]
 
 
-def test_comparison_of_close_calls() -> None:
+@pytest.mark.parametrize(("second", "differences"), [(-1.0000001, 0), (-1.1, 1)])
+def test_comparison_of_close_calls(second: float, differences: int) -> None:
     """Stock is asked for what was not sent along."""
     stock = Answer((Output((40, 41), finish="length"),))
     other = Answer((Output((40, 99), finish="length"),))
-    sent, second = [], [-1.0000001, -1.1]
-
-    def likeliest(prompt: object) -> tuple[float, float]:
-        sent.append(prompt)
-        return -1.0, second[len(sent) - 1]
-
-    for differences in (0, 1):
-        result = compare([GREEDY], [stock], [other], likeliest)
-        assert (len(result.differences), result.close_calls) == (differences, 1)
-    assert sent == [[30, 31, 40]] * 2
+    likeliest = mock.Mock(return_value=(-1.0, second))
+    result = compare([GREEDY], [stock], [other], likeliest)
+    assert (len(result.differences), result.close_calls) == (differences, 1)
+    likeliest.assert_called_once_with([30, 31, 40])
