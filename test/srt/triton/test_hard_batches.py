@@ -339,7 +339,9 @@ def tables_rewritten_once_planned(engine: Engine) -> Iterator[None]:
 
 @pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="stock itself reads them")
 @pytest.mark.parametrize("engine", ["two pools"], indirect=True)
-@pytest.mark.parametrize("tail", [EAGER, pytest.param(CAPTURED, marks=NEEDS_GRAPHS)])
+@pytest.mark.parametrize(
+    "tail", [EAGER, pytest.param(CAPTURED, marks=[NEEDS_GRAPHS, pytest.mark.release])]
+)
 def test_no_table_is_read_once_a_batch_is_planned(engine: Engine, tail: str) -> None:
     """Nor by the donor, which has a window here: where its K and V go was looked up before."""
     name = "prefixes at the window"
