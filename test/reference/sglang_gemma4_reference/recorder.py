@@ -221,9 +221,7 @@ class RecordedGraph:
         Args:
             declared: (trees of) tensors that stay where they are for as long as the graph lives.
         """
-        known = set()
-        for tensor in tensors_in(declared):
-            known.add(_memory(tensor))
+        known = set(map(_memory, tensors_in(declared)))
         found: list[tuple[torch.Tensor, str]] = []
         for memory, foreign in self._foreign.items():
             if memory not in known and memory not in self._constants:

@@ -41,8 +41,8 @@ def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
     [line] = captured.log_lines("the tail is captured from")
     rows = ", ".join(map(str, ROWS))
     assert f"from layer {FIRST_CUT} on for {rows} rows in " in line
-    [state] = [state[metrics.ENTRY] for state in captured.states()]
-    assert state["tail"] == f"captured for up to {ROWS[-1]} rows"
+    [process] = captured.states()
+    assert process[metrics.ENTRY]["tail"] == f"captured for up to {ROWS[-1]} rows"
     assert not stock.log_lines("the tail is captured from")
 
 
@@ -73,7 +73,8 @@ def test_the_samples_in_the_documents(captured_server: Server) -> None:
     for line in captured_server.log_lines("Gemma 4 fast prefill"):
         lines.add(general(line[line.index("Gemma 4 fast prefill") :]))
     assert {general(line) for line in sample.splitlines()} <= lines
-    [state] = [state[metrics.ENTRY] for state in captured_server.states()]
+    [process] = captured_server.states()
+    state = process[metrics.ENTRY]
     [shown] = json.loads((DOCS / "status_sample.json").read_text())["schedulers"]
     assert keys_and_types(state) == keys_and_types(shown)
     for name in ("cut", "tail"):
