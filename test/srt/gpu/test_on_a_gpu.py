@@ -52,6 +52,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     engine = Engine(
         path, device="cuda", dtype="bfloat16", max_total_tokens=16384, load_format="dummy"
     )
+    assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"
     randomise(engine)
     return engine
 
@@ -225,7 +226,3 @@ def test_decode_steps_after_a_replay(engine: Engine, tail: TailGraphs) -> None:
             ]
     for wanted, got in zip(logits["0"], logits["1"], strict=True):
         assert torch.nn.functional.cosine_similarity(wanted, got, dim=-1).min() > LEAST_COSINE
-
-
-def test_it_is_sglangs_own_attention(engine: Engine) -> None:
-    assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"

@@ -90,7 +90,7 @@ def in_this_process(checkpoint: Path, directory: Path) -> Done:
         server.process = forked.Program(server.command(), **where)
 
     questions = directory / "questions.txt"
-    questions.write_text("\n".join(prompts.read_file(prompts.BUNDLED)[:4]))
+    questions.write_text("\n".join(prompts.read_file(prompts.BUNDLED)[:2]))
     command = ["verify", "--model-path", str(checkpoint), "--label", LABEL, "--device", "cpu"]
     command += [*HOW, "--prompts", str(questions), "--output", str(directory / "logs")]
     command += ["--", *CHUNKED, "--api-key", MARK]

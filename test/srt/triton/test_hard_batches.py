@@ -305,9 +305,7 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
     stock = stock_of(engine, shape, name, prompts)
     set_up(engine, tail)
     # With the captured tail the cached tokens too are computed by the fast path.
-    prefix = "0"
-    if tail == CAPTURED:
-        prefix = "1"
+    prefix = str(int(tail == CAPTURED))
     fast = play(engine, prompts, "1", prefix=prefix, stock=stock)
     stock_before = any(p.cached for p in prompts) and prefix == "0"
     assert (SWITCHED_OFF in counters.forwards) == stock_before, counters.forwards
