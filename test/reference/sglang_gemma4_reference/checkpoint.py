@@ -1,7 +1,7 @@
 """Small random Gemma 4 checkpoints, complete enough to be served.
 
 ``python -m sglang_gemma4_reference.checkpoint E2B_TINY /tmp/tiny`` writes one. Its weights are
-well-conditioned, see ``scale``; those of ``sharpened`` and of presets named ``_SHARP`` are not.
+well-conditioned, see ``scale``; those of ``E2B_TINY_SHARP`` are not.
 """
 
 from __future__ import annotations
@@ -142,18 +142,6 @@ class Gemma4Shape:
         return found
 
 
-def sharpened(shape: Gemma4Shape) -> Gemma4Shape:
-    """The same model, its heads, layers and channels as unequal as a trained model's may be."""
-    return dataclasses.replace(
-        shape,
-        # These make the weights of q_norm and k_norm about 1.
-        sharpness=shape.head_dim**0.25,
-        global_sharpness=shape.global_head_dim**0.25,
-        post_norms=2.0,
-        outliers=50.0,
-    )
-
-
 E2B = Gemma4Shape(
     hidden_size=1536,
     layers=35,
@@ -175,26 +163,15 @@ E2B = Gemma4Shape(
     dtype="bfloat16",
 )
 
-E4B = dataclasses.replace(
-    E2B,
-    hidden_size=2560,
-    layers=42,
-    kv_shared_layers=18,
-    sliding_per_full=5,
-    kv_heads=2,
-    intermediate_size=10240,
-    double_wide_mlp=False,
-)
-
-
-def _layers_of(shape: Gemma4Shape) -> dict[str, Any]:
-    """The fields for the number of layers, and for what they share."""
-    names = ("layers", "kv_shared_layers", "sliding_per_full", "kv_heads", "double_wide_mlp")
-    found: dict[str, Any] = {}
-    for name in names:
-        found[name] = getattr(shape, name)
-    return found
-
+#: Its layers, and what they share.
+_LAYERS_OF_E4B: dict[str, Any] = {
+    "layers": 42,
+    "kv_shared_layers": 18,
+    "sliding_per_full": 5,
+    "kv_heads": 2,
+    "double_wide_mlp": False,
+}
+E4B = dataclasses.replace(E2B, **_LAYERS_OF_E4B, hidden_size=2560, intermediate_size=10240)
 
 _SMALL_TOWER = Tower(hidden_size=64, layers=2, heads=4)
 
@@ -215,19 +192,14 @@ E2B_MINI = dataclasses.replace(
 )
 
 E4B_MINI = dataclasses.replace(
-    E2B_MINI,
-    **_layers_of(E4B),
-    head_dim=48,
-    global_head_dim=96,
-    ple_width=48,
+    E2B_MINI, **_LAYERS_OF_E4B, head_dim=48, global_head_dim=96, ple_width=48
 )
 
-E2B_TINY = dataclasses.replace(
+# Of the real models only the number of layers and what they share: so narrow that the host
+# determines the time of a forward.
+E2B_HOST = dataclasses.replace(
     E2B_MINI,
     hidden_size=64,
-    layers=8,
-    kv_shared_layers=4,
-    sliding_per_full=3,
     heads=4,
     head_dim=16,
     global_head_dim=32,
@@ -237,18 +209,22 @@ E2B_TINY = dataclasses.replace(
     vocab_size=512,
     max_positions=8192,
 )
+E4B_HOST = dataclasses.replace(E2B_HOST, **_LAYERS_OF_E4B)
+E2B_TINY = dataclasses.replace(E2B_HOST, layers=8, kv_shared_layers=4, sliding_per_full=3)
 
-# Of the real models only the number of layers and what they share: so narrow that the host
-# determines the time of a forward.
-E2B_HOST = dataclasses.replace(E2B_TINY, **_layers_of(E2B))
-E4B_HOST = dataclasses.replace(E2B_TINY, **_layers_of(E4B))
-
-# As models are served: in bf16, and not well-conditioned. Of 64 channels 8 are outliers: with only
-# one, it would use nearly all of bf16's precision, and a layer would get little but its sign.
-_NARROW: dict[str, Any] = {"dtype": "bfloat16", "outlier_share": 1 / 8}
-E2B_TINY_SHARP = dataclasses.replace(sharpened(E2B_TINY), **_NARROW)
-E2B_HOST_SHARP = dataclasses.replace(sharpened(E2B_HOST), **_NARROW)
-E2B_MINI_SHARP = dataclasses.replace(sharpened(E2B_MINI), dtype="bfloat16")
+# As models are served: in bf16, and not well-conditioned, its heads, layers and channels as unequal
+# as a trained model's may be. Of 64 channels 8 are outliers: with only one, it would use nearly all
+# of bf16's precision, and a layer would get little but its sign.
+E2B_TINY_SHARP = dataclasses.replace(
+    E2B_TINY,
+    dtype="bfloat16",
+    # These make the weights of q_norm and k_norm about 1.
+    sharpness=E2B_TINY.head_dim**0.25,
+    global_sharpness=E2B_TINY.global_head_dim**0.25,
+    post_norms=2.0,
+    outliers=50.0,
+    outlier_share=1 / 8,
+)
 
 PRESETS = {name: shape for name, shape in globals().items() if isinstance(shape, Gemma4Shape)}
 
@@ -342,8 +318,8 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
 def scale(model: Any, shape: Gemma4Shape) -> None:
     """Scale the weights of a language model whose parameters are drawn, as its shape says.
 
-    Random weights are made well-conditioned, as trained ones are not. ``sharpened`` leaves out the
-    first three of these measures, which make the rounding of a layer small:
+    Random weights are made well-conditioned, as trained ones are not. ``E2B_TINY_SHARP`` leaves
+    out the first three of these measures, which make the rounding of a layer small:
 
     - q_norm and k_norm are small. Gemma 4 does not divide scores by sqrt(head_dim): with weights of
       1 each head would attend to few keys, and a rounding that changes which changes its output.

@@ -50,10 +50,6 @@ class Prompt:
     shares: int | None = None
 
 
-class NotTheLastEngineError(RuntimeError):
-    """Another engine was built in this process since, and replaced SGLang's configuration."""
-
-
 def _poison_of(dtype: torch.dtype) -> float:
     """Finite, for masked keys of a softmax may be read, and far from what a layer computes."""
     return min(1e3, torch.finfo(dtype).max)
@@ -101,7 +97,7 @@ class Engine:
     configuration is process-wide. An older one refuses.
     """
 
-    _last: ClassVar[weakref.ref[Engine] | None] = None
+    _last: ClassVar[weakref.ref[Engine]]
 
     def __init__(self, model_path: str | Path, *, rank: int = 0, **server_args: Any) -> None:
         """Load the model.
@@ -130,11 +126,7 @@ class Engine:
         )
 
     def _must_be_last(self) -> None:
-        if Engine._last is None or Engine._last() is not self:
-            raise NotTheLastEngineError(
-                "another engine was built in this process after this one, and SGLang's "
-                "configuration is now that engine's: build this one again"
-            )
+        assert Engine._last() is self, "SGLang's configuration is a later engine's: build it again"
 
     def schedule(
         self, prompts: Sequence[Prompt], *, prefix: str = "0", slots: int | None = 0
@@ -154,10 +146,7 @@ class Engine:
         """
         self._must_be_last()
         fresh = [prompt for prompt in prompts if not prompt.decodes]
-        if tuple(prompts[: len(fresh)]) != tuple(fresh):
-            raise ValueError("prompts that decode must be the last ones of a batch")
-        if not fresh:
-            raise ValueError("a batch without a prompt to prefill")
+        assert list(prompts[: len(fresh)]) == fresh, "those that decode come last"
         self._empty_the_pools(slots)
         wants_logprobs = any(p.logprob_start >= 0 for p in prompts)
         reqs = [self._request(rid, p, wants_logprobs) for rid, p in enumerate(prompts)]
@@ -187,7 +176,6 @@ class Engine:
             batch: it has run.
             prompts: what it was scheduled from.
         """
-        self._must_be_last()
         reqs = []
         for req, prompt in zip(batch.reqs, prompts, strict=True):
             if prompt.to_come:
@@ -239,8 +227,7 @@ class Engine:
             if prompt.shares is None:
                 continue
             length = len(prompt.cached)
-            if prompts[prompt.shares].cached[:length] != prompt.cached:
-                raise ValueError(f"prompt {req.rid} begins otherwise than prompt {prompt.shares}")
+            assert prompts[prompt.shares].cached[:length] == prompt.cached, "they begin otherwise"
             donor = releases.row(reqs[prompt.shares])
             table[releases.row(req), :length] = table[donor, :length]
 
@@ -322,7 +309,6 @@ class Engine:
     @torch.no_grad()
     def decode(self, batch: ScheduleBatch, tokens: Sequence[int]) -> Any:
         """Run one decode step of ``batch``, which has run its prefill, after these tokens."""
-        self._must_be_last()
         batch.input_ids = torch.tensor(tokens, device=batch.device)
         batch.prepare_for_decode()
         return self.forward(batch)

@@ -107,15 +107,11 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     leaves = tree_leaves(tree, is_leaf=lambda node: node is not tree and is_dataclass(node))
     found: list[torch.Tensor] = []
     for leaf in leaves:
-        for tensor in [leaf] if isinstance(leaf, torch.Tensor) else _of_dataclass(leaf):
-            found.append(tensor)
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in(leaf)
     return found
-
-
-def _of_dataclass(leaf: Any) -> list[torch.Tensor]:
-    if is_dataclass(leaf) and (not isinstance(leaf, type)):
-        return tensors_in(leaf)
-    return []
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -225,9 +221,7 @@ class RecordedGraph:
         Args:
             declared: (trees of) tensors that stay where they are for as long as the graph lives.
         """
-        known = set()
-        for tensor in tensors_in(declared):
-            known.add(_memory(tensor))
+        known = set(map(_memory, tensors_in(declared)))
         found: list[tuple[torch.Tensor, str]] = []
         for memory, foreign in self._foreign.items():
             if memory not in known and memory not in self._constants:

@@ -118,18 +118,13 @@ def records_prefills() -> bool:
     return _is_at_least("0.5.23")
 
 
-def moves_cache_to_the_host() -> bool:
-    """Whether ``host_cache`` supports this release: tried with 0.5.23."""
-    return _is_at_least("0.5.23")
-
-
 def _is_at_least(release: str) -> bool:
     return Version(version("sglang")) >= Version(release)
 
 
 def take_host_cache() -> None:
-    """Have SGLang's hierarchical cache run on a CPU, where ``host_cache`` supports it."""
-    if moves_cache_to_the_host():
+    """Have SGLang's hierarchical cache run on a CPU: ``host_cache`` was tried with 0.5.23."""
+    if _is_at_least("0.5.23"):
         from sglang_gemma4_reference import host_cache
 
         host_cache.install()
@@ -292,14 +287,6 @@ def forward_batch(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
-
-
-def placeholders(item: Any, count: int) -> list[int]:
-    """The token ids that stand for ``count`` rows of an image or sound in a prompt."""
-    if hasattr(item, "padding_sequence"):  # 0.5.23
-        ids: list[int] = item.padding_sequence(count)
-        return ids
-    return [item.pad_value] * count
 
 
 def unknown_arguments(names: Iterable[str]) -> list[str]:

@@ -1,20 +1,17 @@
 """The two roles of prefill-decode disaggregation on a CPU, without what they take from CUDA.
 
-Tried with SGLang 0.5.23. K and V are sent over TCP by a package (``ENGINE``) that loads system
-libraries (``LIBRARIES``, as Debian calls them). A prefill role without it still serves the requests
-that name ``NO_PEER`` as their peer, as those of SGLang's own warm-up do.
+Tried with SGLang 0.5.23. K and V are sent over TCP by a package,
+``mooncake-transfer-engine-non-cuda``, that loads system libraries: ``libcurl4``, ``libibverbs1``
+and ``libnuma1``, as Debian calls them. A prefill role without it still serves the requests that
+name ``NO_PEER`` as their peer, as those of SGLang's own warm-up do.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 SGLANG = "0.5.23"
-ENGINE = "mooncake-transfer-engine-non-cuda"
-LIBRARIES = ("libcurl4", "libibverbs1", "libnuma1")
 #: SGLang's ``FAKE_BOOTSTRAP_HOST``.
 NO_PEER = "2.2.2.2"
 
@@ -43,17 +40,3 @@ def install() -> None:
     from sglang.srt.disaggregation.mooncake import conn
 
     conn.MooncakeKVSender.supports_host_tensor_indices = False
-
-
-def why_nothing_is_sent() -> str | None:
-    """Why this machine cannot send K and V, and what to install; None if it can."""
-    tried = subprocess.run(
-        [sys.executable, "-c", "import mooncake.engine"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if tried.returncode == 0:
-        return None
-    *_, error = tried.stderr.strip().splitlines() or [str(tried.returncode)]
-    return f"{error}: pip install {ENGINE}; apt-get install {' '.join(LIBRARIES)}"

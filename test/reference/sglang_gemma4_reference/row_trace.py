@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from sglang_gemma4_reference import recorder
 
@@ -100,13 +99,10 @@ def _integers(lens: Iterable[Any] | None) -> list[int]:
     return [int(n) for n in lens]
 
 
-def observe(model: Any, on_prefill: Callable[[Prefill], None]) -> list[RemovableHandle]:
-    """Call ``on_prefill`` after each prefill of ``model``, a ``Gemma4TextModel``.
+def observe(model: Any, file: str) -> None:
+    """Append a JSON line to ``file`` after each prefill of ``model``, a ``Gemma4TextModel``.
 
     Synthetic requests are left out.
-
-    Returns:
-        Handles whose ``remove()`` ends the observation.
     """
     start_layer = getattr(model, "start_layer", 0)  # Gemma 3n's loop has no bounds
     layers = model.layers[start_layer : getattr(model, "end_layer", None)]
@@ -142,13 +138,10 @@ def observe(model: Any, on_prefill: Callable[[Prefill], None]) -> list[Removable
                 or any(item is not None for item in batch.mm_inputs or ()),
             )
 
-    def counter(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def count(_: nn.Module, args: tuple[Any, ...]) -> None:
-            rows = args[0].shape[0]
-            if not recorder.note(("rows of an MLP", layer), rows) and current is not None:
-                current.rows[layer] += rows
-
-        return count
+    def count(_: nn.Module, args: tuple[Any, ...], layer: int) -> None:
+        rows = args[0].shape[0]
+        if not recorder.note(("rows of an MLP", layer), rows) and current is not None:
+            current.rows[layer] += rows
 
     def end(*_: object) -> None:
         nonlocal current
@@ -157,34 +150,21 @@ def observe(model: Any, on_prefill: Callable[[Prefill], None]) -> list[Removable
             for graph in recorder.replays:
                 for layer in range(len(layers)):
                     current.rows[layer] += graph.notes["rows of an MLP", layer]
-            on_prefill(current)
+            with open(file, "a", encoding="utf-8") as trace:
+                trace.write(json.dumps(asdict(current)) + "\n")
         current = None
 
-    return [
-        model.register_forward_pre_hook(begin, with_kwargs=True),
-        *(
-            layer.mlp.register_forward_pre_hook(counter(index))
-            for index, layer in enumerate(layers)
-        ),
-        model.register_forward_hook(end),
-    ]
-
-
-def append_to(path: str | Path) -> Callable[[Prefill], None]:
-    """A receiver for ``observe`` that appends one JSON line per forward to ``path``."""
-
-    def append(prefill: Prefill) -> None:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(prefill)) + "\n")
-
-    return append
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    for index, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(partial(count, layer=index))
+    model.register_forward_hook(end)
 
 
 class Trace:
-    """What ``append_to(path)`` records, read on as it grows."""
+    """What ``observe`` records, read on as it grows."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._prefills: list[Prefill] = []
         self._verifications: list[Prefill] = []
         self._read = 0  # bytes
@@ -211,11 +191,6 @@ class Trace:
                 (self._verifications if seen.mode == VERIFY else self._prefills).append(seen)
 
 
-def read(path: str | Path) -> list[Prefill]:
-    """The prefills that ``append_to(path)`` has recorded so far; none if it was never called."""
-    return Trace(path).prefills()
-
-
 def load() -> None:
     """Observe what this process builds of ``TEXT_MODELS``, if the variable names a file.
 
@@ -223,4 +198,4 @@ def load() -> None:
     """
     path = os.environ.get(VARIABLE)
     if path:
-        when_built(partial(observe, on_prefill=append_to(path)))
+        when_built(partial(observe, file=path))

@@ -72,18 +72,11 @@ def slow_down(model: Any, file: Path) -> None:
     model.register_forward_pre_hook(wait, with_kwargs=True)
 
 
-def _interval(file: Path) -> int:
-    if file.exists():
-        return int(file.read_text() or 0)
-    return 0
-
-
 def inject(model: Any, file: Path) -> None:
     """Make prefill forwards of ``model``, a ``Gemma4TextModel`` with a tail, fail as FILE says."""
     layers = len(model.layers)
     first = layers - model.config.num_kv_shared_layers
-    total = forwards = 0
-    fails_at: int | None = None
+    total = forwards = fails_at = 0
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal total
@@ -93,29 +86,28 @@ def inject(model: Any, file: Path) -> None:
 
     def enter_tail(rows: int) -> None:
         nonlocal forwards, fails_at
-        fails_at = None
+        fails_at = 0
         if rows < total:
             forwards += 1
-            interval = _interval(file)
+            interval = 0
+            if file.exists():
+                interval = int(file.read_text() or 0)
             if interval and forwards % interval == 0:
                 fails_at = first + forwards // interval % (layers - first)
 
-    def before(layer: int) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            nonlocal fails_at
-            if layer == first:
-                enter_tail(args[0].shape[0])
-            if layer == fails_at:
-                fails_at = None
-                with open(f"{file}.jsonl", "a", encoding="utf-8") as record:
-                    record.write(json.dumps({"forward": forwards, "layer": layer}) + "\n")
-                raise InjectedError(f"forward {forwards}, layer {layer}")
-
-        return hook
+    def before(_: nn.Module, args: tuple[Any, ...], layer: int) -> None:
+        nonlocal fails_at
+        if layer == first:
+            enter_tail(args[0].shape[0])
+        if layer == fails_at:
+            fails_at = 0
+            with open(f"{file}.jsonl", "a", encoding="utf-8") as record:
+                record.write(json.dumps({"forward": forwards, "layer": layer}) + "\n")
+            raise InjectedError(f"forward {forwards}, layer {layer}")
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     for layer in range(first, layers):
-        model.layers[layer].mlp.register_forward_pre_hook(before(layer))
+        model.layers[layer].mlp.register_forward_pre_hook(partial(before, layer=layer))
 
 
 def load() -> None:

@@ -53,6 +53,8 @@ _SAMPLINGS = (
 
 Tokens = tuple[int, ...]
 T = TypeVar("T")
+#: The log-probabilities of the two likeliest tokens after a prompt.
+Likeliest = Callable[[Sequence[int]], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -131,17 +133,18 @@ def _random_length(draw: random.Random, longest: int) -> int:
     return draw.randint(min(low, longest), min(high, longest))
 
 
-def _tokens(draw: random.Random, count: int, vocabulary: int) -> list[int]:
+def random_tokens(draw: random.Random, count: int, vocabulary: int) -> list[int]:
+    """So many tokens of text."""
     found: list[int] = []
     for _ in range(count):
         found.append(draw.randrange(FIRST_TEXT_TOKEN, vocabulary))
     return found
 
 
-def _picture(draw: random.Random) -> str:
-    """A one-coloured image as a data URL."""
+def picture(colour: str, size: int) -> str:
+    """A square image of one colour as a data URL."""
     file = io.BytesIO()
-    Image.new("RGB", (48, 48), draw.choice(_COLOURS)).save(file, "PNG")
+    Image.new("RGB", (size, size), colour).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
@@ -155,7 +158,7 @@ def random_requests(count: int, *, seed: int, vocabulary: int, longest: int) -> 
     draw = random.Random(seed)
     prefixes = []
     for _ in range(_PREFIXES):
-        prefixes.append(_tokens(draw, draw.randint(10, min(600, longest)), vocabulary))
+        prefixes.append(random_tokens(draw, draw.randint(10, min(600, longest)), vocabulary))
     found: list[Request] = []
     for i in range(count):
         found.append(_random_request(draw, f"{seed}-{i}", prefixes, vocabulary, longest))
@@ -171,9 +174,9 @@ def _random_request(
     if is_image:
         question = "".join(draw.choices("abcdefgh ", k=draw.randint(1, 60)))
         body["text"] = f"<bos><|turn>user\n<|image|>{question}<turn|>\n<|turn>model\n"
-        body["image_data"] = _picture(draw)
+        body["image_data"] = picture(draw.choice(_COLOURS), 48)
     else:
-        prompt = _tokens(draw, _random_length(draw, longest), vocabulary)
+        prompt = random_tokens(draw, _random_length(draw, longest), vocabulary)
         if draw.random() < 0.4:
             prefix = draw.choice(prefixes)
             prompt = prefix[: draw.randint(1, len(prefix))] + prompt
@@ -417,7 +420,7 @@ def compare(
     workload: Sequence[Request],
     stock: Sequence[Answer],
     tested: Sequence[Answer],
-    likeliest: Callable[[Sequence[int]], tuple[float, float]],
+    likeliest: Likeliest,
 ) -> Comparison:
     """Compare the answers of a server under test with those of a stock one.
 
@@ -458,7 +461,7 @@ def _compare(
     request: Request,
     stock: Answer,
     tested: Answer,
-    likeliest: Callable[[Sequence[int]], tuple[float, float]],
+    likeliest: Likeliest,
     result: Comparison,
 ) -> None:
     for answer, server in ((stock, "stock"), (tested, "tested")):
@@ -482,7 +485,7 @@ def _compare_greedy(
     request: Request,
     stock: Output,
     tested: Output,
-    likeliest: Callable[[Sequence[int]], tuple[float, float]],
+    likeliest: Likeliest,
     result: Comparison,
 ) -> None:
     same = tokens_before_parting(stock.tokens, tested.tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,8 +21,9 @@ from harness.batches import batch_of, tokens
 if os.environ.get("YOCO_TEST_GPU") != "1" or not torch.cuda.is_available():
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
-from harness.observe import run
-from scripts.bench.bench_prefill import must_have_spread, randomise
+from harness.forwards import state_of
+from harness.replayed_answers import LARGEST_CACHE_ERROR, LEAST_COSINE, Answer
+from scripts.bench.bench_prefill import must_have_spread, randomise, timed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
@@ -30,11 +31,8 @@ from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.loading import start
 
-LEAST_COSINE = 0.9999  # of the logits, off against on
-LARGEST_KV_ERROR = 0.02  # relative, of the L2 norm of a layer's K or V
 # Around the window of 512, where a key more or less would show; and where SGLang changes kernels.
 LENGTHS = (6, 40, 257, 300, 511, 512, 513, 600, 1024, 2048)
 BATCHES = {
@@ -54,14 +52,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     engine = Engine(
         path, device="cuda", dtype="bfloat16", max_total_tokens=16384, load_format="dummy"
     )
+    assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"
     randomise(engine)
     return engine
-
-
-def state_of(engine: Engine) -> ModelState:
-    state = find_state(engine.text_model)
-    assert state is not None
-    return state
 
 
 def captured_by(engine: Engine) -> TailGraphs:
@@ -87,27 +80,21 @@ def eager(engine: Engine) -> None:
 
 
 def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> None:
-    scheduled = engine.schedule(prompts)
-    reset_log()
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert counters.forwards[outcome] == 1, counters.forwards
-    for layer, (wanted, got) in enumerate(zip(stock.kv, fast.kv, strict=True)):
-        for one, other in zip(wanted, got, strict=True):
-            error = (one.double() - other.double()).norm() / one.double().norm()
-            assert error <= LARGEST_KV_ERROR, f"layer {layer}: {error:.1e}"
+    batch = engine.schedule(prompts)
+    stock, fast = Answer.of(engine, batch, "off"), Answer.of(engine, batch, "on")
+    assert fast.path == outcome
+    found = fast.beside(stock)
     if outcome == counters.TAIL_SKIPPED:
+        assert found["cache_error"] <= LARGEST_CACHE_ERROR, found
         return
-    wanted, got = stock.output.next_token_logits, fast.output.next_token_logits
-    must_have_spread(wanted)
-    cosines = torch.nn.functional.cosine_similarity(wanted.double(), got.double(), dim=-1)
-    assert cosines.min() > LEAST_COSINE, cosines
+    must_have_spread(stock.logits)
+    assert found["right"], found
 
 
 def outcome_of(name: str, *, captured: bool) -> str:
     if name == "an intermediate chunk" and releases.marks_intermediate():
         return counters.TAIL_SKIPPED
-    eager = name in ("more rows than are captured", "input logprobs")
-    if captured and (not eager):
+    if captured and name not in ("more rows than are captured", "input logprobs"):
         return counters.TAIL_CAPTURED
     return counters.TAIL_EAGER
 
@@ -142,39 +129,27 @@ def test_the_host_waits_for_nothing(
     assert counters.forwards[outcome_of(name, captured=kind == "replayed")] == 1
 
 
-def launches(forward: Callable[[], Any]) -> Counter[str]:
-    """How often the host called the CUDA driver for a kernel, a graph or a copy."""
-    forward()
-    torch.cuda.synchronize()
+def launches(engine: Engine, batch: Any, way: str) -> Counter[str]:
+    """How often the host called the CUDA driver for a kernel or a graph."""
+    timed(engine, batch, way)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        forward()
-        torch.cuda.synchronize()
-    names = []
+        timed(engine, batch, way)
+    found: Counter[str] = Counter()
     for event in profile.events() or ():
-        names.append(event.name)
-    kinds = {"LaunchKernel": "kernels", "GraphLaunch": "graphs", "Memcpy": "copies"}
-    return Counter(
-        kind for name in names for part, kind in kinds.items() if part in name and "cu" in name[:4]
-    )
+        for part in ("LaunchKernel", "GraphLaunch"):
+            found[part] += part in event.name and "cu" in event.name[:4]
+    return found
 
 
 def test_a_replay_is_one_launch(engine: Engine, tail: TailGraphs) -> None:
     """Predicted: about 900 launches as stock and eager, about 400 replayed."""
-    scheduled, seen = engine.schedule(batch_of((0, 512))), {}
-
-    def forward(switch: str) -> Callable[[], Any]:
-        def run_once() -> Any:
-            with switched(switch):
-                return engine.forward(scheduled)
-
-        return run_once
-
-    seen["stock"], seen["replayed"] = launches(forward("0")), launches(forward("1"))
+    batch = engine.schedule(batch_of((0, 512)))
+    seen = {"stock": launches(engine, batch, "off"), "replayed": launches(engine, batch, "on")}
     lifecycle.drop_tail(state_of(engine), lifecycle.NOT_YET)
-    seen["eager"] = launches(forward("1"))
+    seen["eager"] = launches(engine, batch, "on")
     print(seen)
-    assert (seen["replayed"]["graphs"], seen["eager"]["graphs"]) == (1, 0)
-    assert seen["replayed"]["kernels"] <= 0.6 * seen["stock"]["kernels"]
+    assert (seen["replayed"]["GraphLaunch"], seen["eager"]["GraphLaunch"]) == (1, 0)
+    assert seen["replayed"]["LaunchKernel"] <= 0.6 * seen["stock"]["LaunchKernel"]
 
 
 # ---------------------------------------------------------------- graphs
@@ -251,7 +226,3 @@ def test_decode_steps_after_a_replay(engine: Engine, tail: TailGraphs) -> None:
             ]
     for wanted, got in zip(logits["0"], logits["1"], strict=True):
         assert torch.nn.functional.cosine_similarity(wanted, got, dim=-1).min() > LEAST_COSINE
-
-
-def test_it_is_sglangs_own_attention(engine: Engine) -> None:
-    assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"

@@ -92,6 +92,12 @@ def assert_right(answer: Answer, wanted: Answer) -> None:
     assert found["right"], found
 
 
+def assert_same(answer: Answer, wanted: Answer) -> None:
+    found = answer.beside(wanted)
+    assert found["same_cache"], found
+    assert found["same_logits"], found
+
+
 # ---------------------------------------------------------------- SGLang's own prefill graphs
 
 
@@ -108,10 +114,7 @@ def test_stock_replayed_is_stock_eager(engine: Engine, name: str) -> None:
 @pytest.mark.parametrize("name", FULL)
 def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
     """Without padding the same kernels run on the same numbers."""
-    eager, replayed = answers(engine, FULL[name], "off", OFF_REPLAYED)
-    found = replayed.beside(eager)
-    assert found["same_cache"], found
-    assert found["same_logits"], found
+    assert_same(*answers(engine, FULL[name], "off", OFF_REPLAYED))
 
 
 # ---------------------------------------------------------------- the package, at the exits
@@ -157,9 +160,7 @@ def test_an_intermediate_chunk_writes_what_stock_writes(engine: Engine) -> None:
 def test_a_refused_batch_runs_to_its_end(engine: Engine) -> None:
     stock, refused = answers(engine, LOGPROBS, OFF_REPLAYED, ON_REPLAYED)
     assert refused.path not in counters.CUT
-    found = refused.beside(stock)
-    assert found["same_logits"], found
-    assert found["same_cache"], found
+    assert_same(refused, stock)
 
 
 @pytest.mark.parametrize("ways", [(OFF_REPLAYED,), (OFF_REPLAYED, "on", ON_REPLAYED)])
@@ -169,9 +170,7 @@ def test_replays_leave_nothing_behind(engine: Engine, ways: tuple[str, ...]) -> 
     first = {name: answers(engine, prompts, ways[-1])[0] for name, prompts in FULL.items()}
     for name in [*reversed(FULL), *list(FULL)[::2]]:
         *_, again = answers(engine, FULL[name], *ways)
-        found = again.beside(first[name])
-        assert found["same_logits"], name
-        assert found["same_cache"], name
+        assert_same(again, first[name])
 
 
 @pytest.mark.skipif(ON_A_CPU, reason="CUDA's own")

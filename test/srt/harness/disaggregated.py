@@ -13,7 +13,6 @@ from typing import Any
 import requests
 
 from harness.server import Server, started
-from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
 
@@ -41,22 +40,12 @@ class Disaggregated:
     decode: Server
     ports: list[int]
 
-    def peers(self, number: int | None = None) -> dict[str, Any]:
-        """The bootstrap fields of a request, or of a batch of so many."""
-        rooms = [next(_rooms) for _ in range(number or 1)]
-        return {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self.ports[0],
-            "bootstrap_room": rooms[0] if number is None else rooms,
-        }
-
     def send_to_both(
         self, clients: ThreadPoolExecutor, body: dict[str, Any]
     ) -> tuple[Future[requests.Response], Future[requests.Response]]:
         """Send one body to both servers at once, as SGLang's load balancer does."""
-        ids = body.get("input_ids")
-        batch = isinstance(ids, list) and isinstance(ids[0], list)
-        body = {**body, **self.peers(len(ids) if ids is not None and batch else None)}
+        peers = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.ports[0]}
+        body = {**body, **peers, "bootstrap_room": next(_rooms)}
 
         def post(server: Server) -> requests.Response:
             return requests.post(server.url + "/generate", json=body, timeout=300)
@@ -70,9 +59,8 @@ class Disaggregated:
         for reply in replies:
             assert reply.ok, f"{reply.url}: {reply.status_code} {reply.text}"
         prefilled, decoded = (reply.json() for reply in replies)
-        for of_prompt, answer in zip(listed(prefilled), listed(decoded), strict=True):
-            logprobs = of_prompt["meta_info"].get("input_token_logprobs", [])
-            answer["meta_info"]["input_token_logprobs"] = logprobs
+        logprobs = prefilled["meta_info"].get("input_token_logprobs", [])
+        decoded["meta_info"]["input_token_logprobs"] = logprobs
         return decoded
 
     def forget_prefixes(self) -> None:
@@ -125,8 +113,3 @@ def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
         prefill.wait_until_ready()
         decode.wait_until_ready()
         yield Disaggregated(prefill, decode, ports)
-
-
-def without_peer() -> dict[str, Any]:
-    """Fields of a request that a prefill server answers alone, with its first token."""
-    return {"bootstrap_host": roles.NO_PEER, "bootstrap_room": next(_rooms)}

@@ -207,10 +207,6 @@ class Server(servers.Server):
 
     # -- requests ---------------------------------------------------------------------------
 
-    def get_text(self, path: str) -> str:
-        """GET a document."""
-        return self._ask("GET", path).text
-
     def resolved(self, argument: str) -> Any:
         """A server argument as the scheduler runs with it, which may be other than what was typed.
 

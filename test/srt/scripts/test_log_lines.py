@@ -38,10 +38,7 @@ def lines_of(source: str) -> Iterator[str]:
     for call in ast.walk(ast.parse(source)):
         if not isinstance(call, ast.Call) or not call.args:
             continue
-        function = call.func
-        name = function.attr if isinstance(function, ast.Attribute) else None
-        if isinstance(function, ast.Name):
-            name = function.id
+        name = getattr(call.func, "attr", None) or getattr(call.func, "id", None)
         place = int(name == "log")  # ``math.log`` has one argument
         if name in LOGGING and len(call.args) > place:
             line = text_of(call.args[place])

@@ -18,10 +18,8 @@ from harness.ask import (
     assert_new_weights,
     beside_decoding,
     generate,
-    prompts_of,
     tokens,
 )
-from harness.forwards import NEEDS_GRAPHS
 from harness.layer_rows import FIRST_CUT
 from harness.server import CAPTURED_ROWS as ROWS
 from harness.server import CHUNK, Pair, Server
@@ -29,7 +27,6 @@ from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import metrics
 
-pytestmark = NEEDS_GRAPHS
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
@@ -44,8 +41,8 @@ def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
     [line] = captured.log_lines("the tail is captured from")
     rows = ", ".join(map(str, ROWS))
     assert f"from layer {FIRST_CUT} on for {rows} rows in " in line
-    [state] = [state[metrics.ENTRY] for state in captured.states()]
-    assert state["tail"] == f"captured for up to {ROWS[-1]} rows"
+    [process] = captured.states()
+    assert process[metrics.ENTRY]["tail"] == f"captured for up to {ROWS[-1]} rows"
     assert not stock.log_lines("the tail is captured from")
 
 
@@ -76,20 +73,14 @@ def test_the_samples_in_the_documents(captured_server: Server) -> None:
     for line in captured_server.log_lines("Gemma 4 fast prefill"):
         lines.add(general(line[line.index("Gemma 4 fast prefill") :]))
     assert {general(line) for line in sample.splitlines()} <= lines
-    [state] = [state[metrics.ENTRY] for state in captured_server.states()]
+    [process] = captured_server.states()
+    state = process[metrics.ENTRY]
     [shown] = json.loads((DOCS / "status_sample.json").read_text())["schedulers"]
     assert keys_and_types(state) == keys_and_types(shown)
     for name in ("cut", "tail"):
         assert general(state[name]) == general(shown[name])
     counted = {*counters.CUT, metrics.make_label(eligibility.NOTHING_TO_SKIP)}
     assert shown["forwards"].keys() <= counted
-
-
-@pytest.mark.parametrize("count", [1, 3, 5])
-def test_prompts_together(both_servers: Pair, count: int) -> None:
-    prompts = prompts_of(*range(20, 20 + count))
-    both = assert_alike(both_servers, lambda server: generate(server, prompts), captured=ROWS)
-    assert any(prefill.replays for prefill in both.prefills) or count > ROWS[-1]
 
 
 def test_prompt_beside_decoding(both_servers: Pair) -> None:

@@ -7,11 +7,9 @@ once.
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
-from harness.ask import assert_alike, generate, one_by_one, prompts_of, tokens
+from harness.ask import assert_alike, generate, one_by_one, tokens
 from harness.layer_rows import CHUNK_KEPT, assert_all_stock, cut, whole
 from harness.server import CHUNK, Pair, Server
 from sglang_gemma4_yoco.core import eligibility
@@ -46,16 +44,6 @@ def test_what_means_nothing_to_an_operator_is_not_said(default_server: Server) -
     assert_all_stock(default_server.prefills(since=mark))
     assert default_server.log_lines(eligibility.TOO_LITTLE) == []
     assert default_server.log_lines(eligibility.NOTHING_TO_SKIP) == []
-
-
-def test_batch(both_servers: Pair) -> None:
-    """Requests that are too short alone are cut together with longer ones."""
-    prompts = prompts_of(150, 2, 20, 1, 3, 33)
-    ask = partial(generate, input_ids=prompts)
-    both = assert_alike(both_servers, ask, minimum=None, close_calls=1)
-    [shared] = [prefill for prefill in both.prefills if 2 in prefill.extend_lens]
-    assert len(shared.extend_lens) > 1
-    assert shared.rows == cut(sum(shared.extend_lens), len(shared.extend_lens))
 
 
 def test_chunks(both_servers: Pair) -> None:

@@ -9,8 +9,6 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +17,23 @@ import requests
 
 from harness.ask import (
     GREEDY,
-    IMAGE,
     Answer,
     Either,
     assert_alike,
     at_once,
     generate,
     one_by_one,
+    picture,
     prompts_of,
     tokens,
 )
-from harness.disaggregated import Disaggregated, disaggregated, without_peer
+from harness.disaggregated import Disaggregated, disaggregated
 from harness.layer_rows import CHUNK_KEPT, assert_all_fast, cut, whole
 from harness.server import CHUNK, Server
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
-pytestmark = [
-    pytest.mark.release,
-    pytest.mark.skipif(
-        version("sglang") != roles.SGLANG,
-        reason=f"both roles run on a CPU with SGLang {roles.SGLANG}",
-    ),
-]
+pytestmark = pytest.mark.release
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +41,7 @@ def both_roles(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Disaggregated]:
     """A prefill server and a decode server."""
-    missing = roles.why_nothing_is_sent()
-    if missing is not None:
-        pytest.skip(missing)
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
     with disaggregated(tiny_checkpoint, tmp_path_factory.mktemp("roles")) as servers:
         yield servers
 
@@ -93,19 +83,21 @@ def test_input_logprobs(both: tuple[Either, Either]) -> None:
 
 
 def test_image(both: tuple[Either, Either]) -> None:
-    compared = assert_alike(both, lambda s: generate(s, None, **IMAGE))
+    [image, _] = picture("red")
+    body = {"text": "<|image|>What is this?", "image_data": image["image_url"]["url"]}
+    compared = assert_alike(both, lambda s: generate(s, None, **body))
     assert [prefill.multimodal for prefill in compared.prefills] == [True]
 
 
 def test_several_at_a_time(both: tuple[Either, Either]) -> None:
-    """A batch, and clients of their own beside it."""
-    requests = [prompts_of(150, 20, 7, seed=1), *prompts_of(3, 45, 128, 129, 300, 17)]
+    """They share forwards, of the prefill server and of the decode server."""
+    prompts = prompts_of(150, 20, 7, 3, 45, 128, 129, 300, 17)
 
     def ask(server: Either) -> list[Answer]:
-        answers = at_once(lambda request: generate(server, request), requests)
-        return list(chain.from_iterable(answers))
+        return at_once(lambda prompt: generate(server, prompt)[0], prompts)
 
-    assert_alike(both, ask, close_calls=1)
+    compared = assert_alike(both, ask, close_calls=1)
+    assert any(len(prefill.extend_lens) > 1 for prefill in compared.prefills)
 
 
 def test_roles_are_switched(both_roles: Disaggregated, off_server: Server) -> None:
@@ -120,12 +112,10 @@ def test_roles_are_switched(both_roles: Disaggregated, off_server: Server) -> No
 
 def first_tokens(server: Server, prompts: list[list[int]], **peer: Any) -> list[list[int]]:
     """The first token of each answer, which a prefill server gives without a peer."""
-    sampling = GREEDY | {"max_new_tokens": 1}
+    body = {"sampling_params": GREEDY | {"max_new_tokens": 1}, **peer}
     found: list[list[int]] = []
     for prompt in prompts:
-        found.append(
-            server.generate(input_ids=prompt, sampling_params=sampling, **peer)["output_ids"]
-        )
+        found.append(server.generate(input_ids=prompt, **body)["output_ids"])
     return found
 
 
@@ -146,6 +136,7 @@ def test_a_decode_server_that_vanishes(both_roles: Disaggregated, off_server: Se
     prompts = prompts_of(50, 2 * CHUNK + 9, seed=3)
     prefill.forget_prefixes()
     mark = prefill.mark()
-    alone = first_tokens(prefill, prompts, **without_peer())
+    nobody = {"bootstrap_host": roles.NO_PEER, "bootstrap_room": 10_000}
+    alone = first_tokens(prefill, prompts, **nobody)
     assert_all_fast(prefill.prefills(since=mark))
     assert alone == first_tokens(off_server, prompts)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
 from harness import typed_secrets
@@ -21,7 +21,7 @@ from harness.doctor import Answer, doctor, environment
 from harness.other_plugins import AROUND, plugin
 from harness.server import python_path
 from harness.stand_ins import prefill_graphs
-from sglang_gemma4_reference import gemma3n, releases
+from sglang_gemma4_reference import gemma3n
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import settings
@@ -34,8 +34,6 @@ from sglang_gemma4_yoco.loading import patch
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
-INDEX = "index_attention_layers_by_global_id"
-_CPU = ("--device", "cpu", "--dtype", "float32")
 #: By flags or by command line: the exit status, and how the reason begins. SGLang's capture of
 #: prefills is repaired for the backend "breakable" alone; "--enable-lora" needs more than that.
 Verdicts = dict[str, tuple[int, str]]
@@ -48,7 +46,15 @@ Answers = tuple[dict[str, Answer], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def answers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def served(tiny_checkpoint: Path) -> list[str]:
+    """The tiny model, and what a server of it needs on a CPU."""
+    return ["--model-path", str(tiny_checkpoint), "--", "--device", "cpu", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def answers(
+    tiny_checkpoint: Path, served: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Answers:
     """Those to all command lines, and what else was found meanwhile."""
     directory = tmp_path_factory.mktemp("doctor")
     config = json.loads((tiny_checkpoint / "config.json").read_text())
@@ -58,8 +64,7 @@ def answers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     gemma3n.write_config(directory / "gemma3n", gemma3n.E2B_TINY, multimodal=True)
     calls: dict[str, list[str]] = {}
     for flags in OF_THE_TINY_MODEL:
-        calls[flags] = ["--json", "--model-path", str(tiny_checkpoint), "--", *_CPU]
-        calls[flags] += shlex.split(flags)
+        calls[flags] = ["--json", *served, *shlex.split(flags)]
     for line in OTHERS:
         calls[line] = ["--json", *shlex.split(line.format(tmp=directory))]
     found, document = doctor(directory, *calls.values())
@@ -103,11 +108,8 @@ def test_a_refusal_stands_whatever_else_is_unknown(capsys: pytest.CaptureFixture
 def test_what_is_known_of_a_server(answers: Answers) -> None:
     found = answers[0][""].document
     assert set(ENTRIES) <= found.keys()
-    unknown = set()
     for name in ENTRIES:
-        if found[name] is None:
-            unknown.add(name)
-    assert unknown == {"quantisation"}
+        assert (found[name] is None) == (name == "quantisation"), name
     assert (found["layers"], found["first_shared"]) == (8, 4)
     assert found["plugins"]["installed"] is True
     hybrid = "--prefill-attention-backend intel_xpu --decode-attention-backend triton"
@@ -128,54 +130,35 @@ def test_nothing_is_started_or_left(answers: Answers) -> None:
     assert answers[1]["cuda"] is False
 
 
-@pytest.mark.parametrize(
-    ("changes", "refused"),
-    [({}, True), ({"enable_multimodal": False}, False), ({"language_model_only": True}, False)],
-)
-def test_prefill_graphs_of_multimodal_models(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], refused: bool
-) -> None:
-    """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
-    index = captured_prefills._INDEX
-    monkeypatch.delattr(cuda_graph_setup, index, raising=False)
-    report = Report()
-    config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))
-    with releases.published(cuda_graph_config=config):
-        preflight._prefill_graphs(report, changes, changes.get)
-    assert len(report.refusals) == refused
-    for refusal in report.refusals:
-        assert captured_prefills.IDS_AND_EMBEDDINGS in refusal
-
-
 # ---------------------------------------------------------------- secrets
+
+
+#: How a secret is given, and how the report is made.
+SECRETS = [
+    *product((*typed_secrets.FLAGS, *typed_secrets.FILES), ["json"]),
+    *product(typed_secrets.SHOWN_IN_TEXT, ["text"]),
+]
 
 
 @pytest.fixture(scope="module")
 def with_secrets(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+    served: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Answer]:
-    """The reports of servers with secrets, by how these are given, as JSON and as text."""
-    model = ["--model-path", str(tiny_checkpoint), "--", *_CPU]
-    calls: dict[tuple[str, str], list[str]] = {}
-    for name, flags in typed_secrets.FLAGS.items():
-        calls[name, "json"] = ["--json", *model, *flags]
-        if name in typed_secrets.SHOWN_IN_TEXT:
-            calls[name, "text"] = [*model, *flags]
+    """The reports of servers with secrets."""
     directory = tmp_path_factory.mktemp("secrets")
+    flags = dict(typed_secrets.FLAGS)
     for name, text in typed_secrets.FILES.items():
         (directory / f"{name}.yaml").write_text(text)
-        calls[name, "json"] = ["--json", *model, "--config", str(directory / f"{name}.yaml")]
-    found, _ = doctor(directory, *calls.values(), **typed_secrets.VARIABLES)
-    return dict(zip(calls, found, strict=True))
+        flags[name] = ["--config", str(directory / f"{name}.yaml")]
+    calls = []
+    for name, how in SECRETS:
+        as_json = ["--json"] * (how == "json")
+        calls.append([*as_json, *served, *flags[name]])
+    found, _ = doctor(directory, *calls, **typed_secrets.VARIABLES)
+    return dict(zip(SECRETS, found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        *product((*typed_secrets.FLAGS, *typed_secrets.FILES), ["json"]),
-        *product(typed_secrets.SHOWN_IN_TEXT, ["text"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "how"), SECRETS)
 def test_no_secret_is_shown(
     with_secrets: dict[tuple[str, str], Answer], name: str, how: str, tmp_path: Path
 ) -> None:
@@ -198,15 +181,31 @@ SWITCH = settings.name_of("prefill_graphs")
 AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
 
 
-def lines_and_refusals(switch: bool) -> tuple[list[str], list[str]]:
+def lines_and_refusals(switch: bool, **arguments: bool) -> tuple[list[str], list[str]]:
     """What is printed of prefill graphs, without the label; and why a server is refused."""
     report = Report()
     with settings_changed(prefill_graphs=switch):
-        preflight._prefill_graphs(report, {}, {}.get)
+        preflight._prefill_graphs(report, arguments, arguments.get)
     lines = []
     for line in report.lines:
         lines.append(line.removeprefix("  prefill graphs").strip())
     return lines, report.refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [({}, True), ({"enable_multimodal": False}, False), ({"language_model_only": True}, False)],
+)
+def test_prefill_graphs_of_multimodal_models(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, bool], refused: bool
+) -> None:
+    """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
+    monkeypatch.delattr(cuda_graph_setup, captured_prefills._INDEX, raising=False)
+    with prefill_graphs(Backend.BREAKABLE):
+        _, refusals = lines_and_refusals(True, **arguments)
+    assert len(refusals) == refused
+    for refusal in refusals:
+        assert captured_prefills.IDS_AND_EMBEDDINGS in refusal
 
 
 @pytest.mark.parametrize(
@@ -227,8 +226,7 @@ def test_prefill_graphs_that_are_repaired(
     is_repaired: bool,
 ) -> None:
     """As at start: named by the operator, by a plugin that is there, and not switched off."""
-    index = captured_prefills._INDEX
-    monkeypatch.setattr(cuda_graph_setup, index, None, raising=False)
+    monkeypatch.setattr(cuda_graph_setup, captured_prefills._INDEX, None, raising=False)
     monkeypatch.setattr(patch, "installed", installed)
     with prefill_graphs(Backend.BREAKABLE, named):
         found, refusals = lines_and_refusals(switch)
@@ -296,11 +294,11 @@ TOO_OLD = """
 """
 
 
-def test_a_plugin_that_refuses_this_sglang(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_plugin_that_refuses_this_sglang(served: list[str], tmp_path: Path) -> None:
     """SGLang loads it as a server does, and its reason is doctor's."""
     [answer], _ = doctor(
         tmp_path,
-        ("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
+        ["--json", *served],
         PYTHONPATH=python_path(plugin(tmp_path / "path", "a_version", TOO_OLD)),
     )
     assert (answer.status, answer.document["active"]) == (1, False)
@@ -320,7 +318,7 @@ def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
         assert report.refusals == refusals
 
 
-def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_settings_and_other_plugins(served: list[str], tmp_path: Path) -> None:
     """All that is wrong is named at once, and the first of it is the reason."""
     variables = {
         f"{settings.SWITCH}_MIN_SKIPPED_ROWS": "few",
@@ -328,7 +326,7 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> No
     }
     [answer], _ = doctor(
         tmp_path,
-        ("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
+        ["--json", *served],
         **{**variables, "SGLANG_PLUGINS": "gemma4_row_trace"},
     )
     *invalid, plugins = answer.document["refusals"]
@@ -346,11 +344,11 @@ TALKING = """
 """
 
 
-def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_report_to_read(served: list[str], tmp_path: Path) -> None:
     """With a trusted plugin beside this one, which prints, and a setting that does not exist."""
     [answer], _ = doctor(
         tmp_path,
-        ("--model-path", str(tiny_checkpoint), "--", *_CPU),
+        served,
         PYTHONPATH=python_path(plugin(tmp_path / "path", "a_hook", AROUND + TALKING)),
         SGLANG_GEMMA4_YOCO_GRAPHS="0",
         SGLANG_GEMMA4_YOCO_TRUST="a_hook,another",

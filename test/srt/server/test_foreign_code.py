@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from harness.ask import Answer, assert_same_answers, compare, one_by_one, prompts_of
+from harness.ask import assert_same_answers, compare, one_by_one, prompts_of
 from harness.doctor import doctor
-from harness.layer_rows import assert_all_stock, cut
+from harness.layer_rows import assert_all_stock
 from harness.other_plugins import AROUND, plugin
 from harness.server import Server, pair, python_path, running
 from sglang_gemma4_yoco import settings
@@ -55,9 +55,7 @@ MODEL_REASON = (
 LENGTHS = (70, 40, 3)
 
 
-def ask(server: Server) -> list[Answer]:
-    """Single prompts, one after the other."""
-    return one_by_one(*prompts_of(*LENGTHS))(server)
+ask = one_by_one(*prompts_of(*LENGTHS))
 
 
 def reason_of(server: Server, capsys: Captured) -> str:
@@ -83,24 +81,21 @@ def test_a_model_that_reads_every_row(
     }
     with pair(tiny_checkpoint, tmp_path, env=env) as both:
         asked = compare(both, ask)
-        scores = [rows_of(server) for server in both]
         shown = reason_of(both[0], capsys)
     assert_same_answers(asked)
     assert shown == MODEL_REASON
-    assert [len(rows) for rows in scores[0]] == [*LENGTHS]
-    for on, off in zip(*scores, strict=True):
-        assert on == pytest.approx(off, abs=1e-4)
+    scores = []
+    for server in both:
+        lines = server.log_file.with_name("scores.jsonl").read_text().splitlines()
+        scores.append(lines[-len(LENGTHS) :])  # its warm-up comes before
+    for length, on, off in zip(LENGTHS, *scores, strict=True):
+        assert json.loads(on) == pytest.approx(json.loads(off), abs=1e-4)
+        assert len(json.loads(on)) == length
     assert_all_stock(asked.prefills)
     [answer], _ = doctor(
         tmp_path, ("--json", "--model-path", str(tiny_checkpoint), "--", "--device", "cpu"), **env
     )
     assert (answer.status, answer.document["refusals"]) == (1, [MODEL_REASON])
-
-
-def rows_of(server: Server) -> list[list[float]]:
-    """The scores that a server has written for what it was asked, by prompt."""
-    written = server.log_file.with_name("scores.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in written[-len(LENGTHS) :]]  # its warm-up comes before
 
 
 REPLACE = """
@@ -116,29 +111,32 @@ REPLACE = """
 
 
 @pytest.mark.release
+@pytest.mark.parametrize(
+    ("code", "trusted", "reason", "kept"),
+    [
+        (REPLACE, "", "Gemma4TextModel.forward runs a_hook.of_their_own, which may", LENGTHS),
+        (AROUND, "a_hook", "The fast path is active.", (1, 1, 1)),
+    ],
+    ids=["foreign", "trusted"],
+)
 def test_another_plugin_on_the_same_method(
-    tiny_checkpoint: Path, tmp_path: Path, off_server: Server, capsys: Captured
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    off_server: Server,
+    capsys: Captured,
+    code: str,
+    trusted: str,
+    reason: str,
+    kept: tuple[int, ...],
 ) -> None:
-    env = {"PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", REPLACE))}
-    with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
-        both = compare((server, off_server), ask)
-        reason = reason_of(server, capsys)
-    assert reason.startswith("Gemma4TextModel.forward runs a_hook.of_their_own, which may read")
-    assert_all_stock(both.prefills)
-    assert_same_answers(both)
-
-
-@pytest.mark.release
-def test_another_plugin_that_is_trusted(
-    tiny_checkpoint: Path, tmp_path: Path, off_server: Server
-) -> None:
-    """It sees the forwards, which are cut."""
+    """One that is trusted sees the forwards, which are cut."""
     env: Any = {
-        "PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", AROUND)),
-        settings.name_of("trust"): "a_hook",
+        "PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", code)),
+        settings.name_of("trust"): trusted,
     }
     with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
         both = compare((server, off_server), ask)
-        assert server.log_lines("their hook saw a forward")
-    assert both.rows[0] == cut(70, 1)
+        assert reason_of(server, capsys).startswith(reason)
+        assert bool(server.log_lines("their hook saw a forward")) is bool(trusted)
+    assert tuple(rows[-1] for rows in both.rows) == kept
     assert_same_answers(both)

@@ -8,6 +8,7 @@ import pytest
 
 from harness.ask import (
     Answer,
+    assert_alike,
     assert_same_answers,
     chat,
     compare,
@@ -38,11 +39,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield both
 
 
-def score(server: Server) -> list[Answer]:
-    """The log-probabilities of a prompt's last 20 tokens."""
-    return generate(server, tokens(70, seed=4), logprob_start_len=50)
-
-
 SCENARIOS: dict[str, tuple[Callable[[Server], list[Answer]], list[list[int]]]] = {
     "one prompt": (one_by_one(tokens(70, seed=1)), [cut(70, 1)]),
     "a cached prefix": (
@@ -50,29 +46,24 @@ SCENARIOS: dict[str, tuple[Callable[[Server], list[Answer]], list[list[int]]]] =
         [cut(60, 1), cut(40, 1)],
     ),
     "chunks": (one_by_one(tokens(CHUNK + 30, seed=7)), [cut(CHUNK, 0), cut(30, 1)]),
-    "input logprobs": (score, [cut(70, 20)]),
+    "input logprobs": (one_by_one(tokens(70, seed=4), logprob_start_len=50), [cut(70, 20)]),
 }
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_answers(servers: Pair, name: str) -> None:
     ask, rows = SCENARIOS[name]
+    assert_alike(servers, ask, rows=rows)
+
+
+def test_a_batch_and_a_chat(servers: Pair) -> None:
+    def ask(server: Server) -> list[Answer]:
+        answers = generate(server, prompts_of(100, 20, 7, 33))
+        return [*answers, chat(server, "Who reads these rows?" * 3)]
+
     both = compare(servers, ask)
-    assert both.rows == rows
-    assert_same_answers(both)
-
-
-def test_a_batch(servers: Pair) -> None:
-    both = compare(servers, lambda server: generate(server, prompts_of(100, 20, 7, 33)))
     for prefill in both.prefills:
         assert prefill.rows == cut(sum(prefill.extend_lens), len(prefill.extend_lens))
-    assert_same_answers(both)
-
-
-def test_a_chat(servers: Pair) -> None:
-    both = compare(servers, lambda server: [chat(server, "Who reads these rows?" * 3)])
-    [prefill] = both.prefills
-    assert prefill.rows == cut(sum(prefill.extend_lens), 1)
     assert_same_answers(both)
 
 

@@ -66,9 +66,7 @@ def refusal(output: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    ("installed", "loads"), [("0.5.16", False), ("0.4.0", False), ("0.9.1", True)]
-)
+@pytest.mark.parametrize(("installed", "loads"), [("0.5.16", False), ("0.9.1", True)])
 def test_other_versions(tmp_path: Path, installed: str, loads: bool) -> None:
     """Too old is refused by its number; newer than the last tested one is named, and patched."""
     code = f"""
@@ -133,9 +131,7 @@ def test_switched_off(tmp_path: Path) -> None:
     off = {"SGLANG_GEMMA4_YOCO": "0", "SGLANG_PLUGINS": "gemma4_yoco"}
     output = forked_output_of(SWITCHED_OFF, tmp_path, **off)
     assert "changed []" in output
-    modules = []
-    for name in ("", ".plugin", ".settings"):
-        modules.append(f"sglang_gemma4_yoco{name}")
+    modules = ["sglang_gemma4_yoco", "sglang_gemma4_yoco.plugin", "sglang_gemma4_yoco.settings"]
     assert f"imported {modules}" in output
     (line,) = ours(output)
     assert line.startswith("WARNING")

@@ -21,7 +21,6 @@ from harness.ask import (
     assert_ranks_alike,
     compare,
     drafted,
-    drafted_twice,
     generate,
     one_by_one,
     outputs,
@@ -137,7 +136,13 @@ def test_drafts_overlap_scheduling(drafting: Pair) -> None:
 
 def test_drafts_after_a_cached_prompt(drafting: Pair) -> None:
     """A second turn starts from the first one's K/V, that of accepted drafts included."""
-    both = compare_drafts(drafting, drafted_twice)
+
+    def ask(server: Server) -> list[tuple[Any, ...]]:
+        prompt = tokens(60, seed=4)
+        [first] = drafted(server, [prompt])
+        return [first, *drafted(server, [[*prompt, *first[0], *tokens(9, seed=5)]])]
+
+    both = compare_drafts(drafting, ask)
     assert max(max(prefill.prefix_lens) for prefill in both.prefills) >= 60
 
 

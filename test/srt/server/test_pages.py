@@ -59,13 +59,9 @@ def paged(
     if request.param == 64:
         arguments += [*_SMALL_POOL, *_ANOTHER_BACKEND]
     with pair(tiny_checkpoint, tmp_path_factory.mktemp("pages"), *arguments) as servers:
+        for server in servers:
+            assert server.resolved("page_size") == request.param
         yield Paged(request.param, servers)
-
-
-def test_page_size(paged: Paged) -> None:
-    """SGLang has not chosen another one by itself."""
-    for server in paged.both:
-        assert server.resolved("page_size") == paged.size
 
 
 @pytest.mark.parametrize("paged", [64], indirect=True)
@@ -137,7 +133,7 @@ def test_prompt_beside_decoding(paged: Paged) -> None:
     both = compare(paged.both, lambda server: beside_decoding(server, *prompts))
     assert_all_fast(both.prefills)
     assert any(prefill.extend_lens[1:] == [1] for prefill in both.prefills)
-    assert_same_tokens(both, prompts, paged.both[1], close_calls=1)
+    assert_same_tokens(both, prompts, paged.both[1])
 
 
 @pytest.mark.parametrize("paged", [64], indirect=True)  # the pair with the small pool
@@ -154,4 +150,4 @@ def test_full_pool(paged: Paged) -> None:
     for server in paged.both:
         assert server.log_lines("Retract requests"), "the pool never ran full"
     assert_all_fast(both.prefills)
-    assert_same_tokens(both, prompts, paged.both[1], close_calls=1)
+    assert_same_tokens(both, prompts, paged.both[1])

@@ -16,7 +16,6 @@ import pytest
 from harness.ask import Answer, assert_alike, generate, prompts_of, tokens
 from harness.layer_rows import CHUNK_KEPT, cut
 from harness.server import CHUNK, Pair, Server, running
-from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.tail_failures import slow_prefills
 
 pytestmark = pytest.mark.release
@@ -34,19 +33,13 @@ PRIORITIES = (
 
 
 @pytest.fixture(scope="module")
-def with_a_host_cache(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    if not releases.moves_cache_to_the_host():
-        pytest.skip("this SGLang's cache on the host cannot run on a CPU")
+def both_servers(
+    tiny_checkpoint: Path, off_server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """A server with a cache on the host, and the stock server."""
     directory = tmp_path_factory.mktemp("prefixes")
     with running(tiny_checkpoint, directory, switch=None, arguments=PREFIXES) as server:
-        yield server
-
-
-@pytest.fixture
-def both_servers(with_a_host_cache: Server, off_server: Server) -> Pair:
-    return with_a_host_cache, off_server
+        yield server, off_server
 
 
 def test_preemption(tiny_checkpoint: Path, tmp_path: Path, off_server: Server) -> None:

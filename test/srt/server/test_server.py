@@ -14,7 +14,6 @@ import pytest
 
 from harness.ask import (
     TOLERANCE,
-    again_and_again,
     assert_alike,
     assert_same_answers,
     assert_same_tokens,
@@ -43,14 +42,6 @@ def test_single_prompt(servers: Pair, length: int) -> None:
     assert both.prefills[0].mode == "EXTEND"
 
 
-def test_batch_of_different_lengths(servers: Pair) -> None:
-    """One /generate with a list: requests share a forward, each keeps its own last row."""
-    # While the first prompt is computed the others arrive, so that they share forwards.
-    prompts = prompts_of(150, 20, 1, 33, 7, 61)
-    both = assert_alike(servers, lambda server: generate(server, prompts))
-    assert any(len(prefill.extend_lens) > 1 for prefill in both.prefills)
-
-
 def test_cached_prefix(servers: Pair) -> None:
     """A long prefix that is cached already: the tail's row attends to all of it."""
     prefix = tokens(300, seed=2)
@@ -58,11 +49,6 @@ def test_cached_prefix(servers: Pair) -> None:
     last = both.prefills[-1]
     assert (last.prefix_lens, last.rows) == ([300], cut(40, 1))
     assert [answer.cached_tokens for answer in both.on] == [0, 300]
-
-
-def test_one_prompt_again_and_again(servers: Pair) -> None:
-    first = [cut(CHUNK, CHUNK_KEPT), cut(200 - CHUNK, 1), cut(20, 1)]
-    assert_alike(servers, again_and_again, rows=first + [cut(1, 1), cut(20, 1)] * 3)
 
 
 def test_next_turn(servers: Pair) -> None:
@@ -135,7 +121,7 @@ def test_prompt_beside_decoding(servers: Pair) -> None:
     both = compare(servers, lambda server: beside_decoding(server, *prompts))
     assert_all_fast(both.prefills)
     assert any(prefill.extend_lens == [CHUNK - 1, 1] for prefill in both.prefills)
-    assert_same_tokens(both, prompts, servers[1], close_calls=1)
+    assert_same_tokens(both, prompts, servers[1])
 
 
 def test_scheduling_overlaps(servers: Pair) -> None:

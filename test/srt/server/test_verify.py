@@ -12,10 +12,9 @@ import sys
 import threading
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,7 @@ import psutil
 import pytest
 
 from harness import forked
+from harness.doctor import environment
 from harness.server import (
     Server,
     changed_package,
@@ -48,32 +48,17 @@ VERIFY = [sys.executable, "-m", "sglang_gemma4_yoco", "verify", "--device", "cpu
 Done = subprocess.CompletedProcess[str]
 QUICK = ["--prompt-tokens", "64", "--repeats", "1"]
 CHUNKED = ["--chunked-prefill-size", "128"]
-THRESHOLD = settings.name_of("min_skipped_rows")
 
 
-def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """As an operator has it: none of the package's variables."""
-    found = {}
-    for name, value in os.environ.items():
-        if name != THRESHOLD:
-            found[name] = value
-    return found | {"HF_HUB_OFFLINE": "1", **(variables or {})}
-
-
-def run(command: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None) -> Done:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(variables),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
+def run(command: Sequence[str], cwd: Path, status: int = 0, **variables: str) -> Done:
+    """As an operator has it: none of the package's variables but these."""
+    how: Any = {"capture_output": True, "text": True, "timeout": 500}
+    done = subprocess.run(command, cwd=cwd, env=environment(**variables), **how)
+    assert done.returncode == status, done.stdout[-4000:] + done.stderr[-4000:]
+    return done
 
 
 def document_of(done: Done) -> dict[str, Any]:
-    assert done.stdout, done.stderr[-4000:]
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return document
 
@@ -92,48 +77,33 @@ def by_the_demo(_: Path, directory: Path) -> Done:
     return run([*command, f"--server-args={' '.join(CHUNKED)}"], directory)
 
 
-#: The servers' logs as SGLang wrote them, of the servers that have ended.
-LOGS: list[str] = []
+#: It is given the servers' logs as SGLang wrote them, when the servers have ended.
+REDACT = mock.Mock(wraps=redact.redact)
 
 
 def in_this_process(checkpoint: Path, directory: Path) -> Done:
     """What the demo ends in, with servers that are forked, and that want a key."""
 
-    def popen(command: Sequence[str], *, cwd: Path, stdout: Any, **how: Any) -> forked.Program:
-        assert forked.as_this_process(how["env"])
-        where: Any = {"cwd": cwd, "env": how["env"], "log": Path(stdout.name)}
-        return forked.Program(command[1:], **where)
+    def start(server: servers.Server) -> None:
+        assert forked.as_this_process(server.env)
+        where: Any = {"cwd": directory, "env": server.env, "log": server.log_file}
+        server.process = forked.Program(server.command(), **where)
 
     questions = directory / "questions.txt"
-    questions.write_text("\n".join(prompts.read_file(prompts.BUNDLED)[:4]))
+    questions.write_text("\n".join(prompts.read_file(prompts.BUNDLED)[:2]))
     command = ["verify", "--model-path", str(checkpoint), "--label", LABEL, "--device", "cpu"]
-    command += [
-        *HOW,
-        "--prompts",
-        str(questions),
-        "--output",
-        str(directory / "logs"),
-        "--",
-        *CHUNKED,
-        "--api-key",
-        MARK,
-    ]
-
-    def keep(text: str) -> Any:
-        LOGS.append(text)
-        return redact.redact(text)
-
-    found = {**vars(subprocess), "Popen": popen}
+    command += [*HOW, "--prompts", str(questions), "--output", str(directory / "logs")]
+    command += ["--", *CHUNKED, "--api-key", MARK]
     out, err = io.StringIO(), io.StringIO()
     with (
-        mock.patch.dict(os.environ, environment({https.API_KEY: MARK}), clear=True),
-        mock.patch.object(servers, "subprocess", SimpleNamespace(**found)),
-        mock.patch.object(servers, "redact", keep),
+        mock.patch.dict(os.environ, environment(**{https.API_KEY: MARK}), clear=True),
+        mock.patch.object(servers.Server, "start", start),
+        mock.patch.object(servers, "redact", REDACT),
         redirect_stdout(out),
         redirect_stderr(err),
     ):
-        status = main(command)
-    return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
+        assert main(command) == 0, out.getvalue() + err.getvalue()
+    return subprocess.CompletedProcess(command, 0, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(
@@ -148,7 +118,6 @@ def demonstrated(
 
 
 def test_the_document_of_the_demo(demonstrated: Done) -> None:
-    assert demonstrated.returncode == 0, demonstrated.stdout[-4000:] + demonstrated.stderr[-4000:]
     document = document_of(demonstrated)
     assert document.keys() >= CONTRACT
     assert (document["model"], document["device"]) == (LABEL, "cpu")
@@ -164,9 +133,8 @@ def test_the_servers_key_is_nowhere(demonstrated: Done) -> None:
     """SGLang logs it; the log that is left has it no more, nor has anything that was printed."""
     if "--api-key" not in demonstrated.args:
         pytest.skip("the demo's own servers want none")
-    assert demonstrated.returncode == 0
-    assert len(LOGS) == 2
-    for log_of_sglang in LOGS:
+    assert REDACT.call_count == 2
+    for (log_of_sglang,), _ in REDACT.call_args_list:
         assert MARK in log_of_sglang
         ours = re.findall(".*Gemma 4 fast prefill.*", log_of_sglang)
         assert ours
@@ -258,8 +226,7 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     command += ["--servers", "together", "--", "--dtype", "bfloat16"]
     # Its own check at start would turn it off.
     variables = {"PYTHONPATH": path, settings.name_of("self_check"): "0"}
-    done = run(command, tmp_path, variables)
-    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    done = run(command, tmp_path, 1, **variables)
     document = document_of(done)
     assert document["active"] is True
     assert (document["dtype"], document["rule"]) == ("bfloat16", "noise floor")
@@ -281,8 +248,8 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
 def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """In turn: the stock server is not even started."""
     command = [*VERIFY, "--model-path", str(tiny_checkpoint), *QUICK, "--servers", "in-turn"]
-    done = run([*command, "--output", "here"], tmp_path, {THRESHOLD: "1000000"})
-    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    many = {settings.name_of("min_skipped_rows"): "1000000"}
+    done = run([*command, "--output", "here"], tmp_path, 1, **many)
     document = document_of(done)
     assert document.keys() >= CONTRACT
     assert document["active"] is False
@@ -307,13 +274,6 @@ def test_stock_cannot_capture_prefills(tmp_path: Path, typed: list[str], eager: 
     assert stock.arguments == [*typed, *["--cuda-graph-backend-prefill=disabled"] * eager]
 
 
-def prompts_for(server: Server) -> list[prompts.Prompt]:
-    """Of one question."""
-    tokenizer = prompts.load_tokenizer(str(server.checkpoint))
-    args = Namespace(prompt_tokens=[], repeats=1, texts=["Why is the sky blue?"], device="cpu")
-    return verify.fit_prompts({}, args, tokenizer, server)
-
-
 def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
     on_server.forget_prefixes()
     prompt = prompts.Prompt(prompts.TIMED, {"input_ids": list(range(10, 137))}, 1)
@@ -328,7 +288,9 @@ def test_a_round_that_the_prefix_cache_answers_is_not_reported(
     on_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No prefill is cut then, and equal answers would show nothing."""
-    sent = prompts_for(on_server)
+    tokenizer = prompts.load_tokenizer(str(on_server.checkpoint))
+    args = Namespace(prompt_tokens=[], repeats=1, texts=["Why is the sky blue?"], device="cpu")
+    sent = verify.fit_prompts({}, args, tokenizer, on_server)
     on_server.forget_prefixes()
     monkeypatch.setattr(on_server, "forget_prefixes", lambda: None)
     questions = [prompt for prompt in sent if prompt.kind in prompts.KINDS]
@@ -341,51 +303,40 @@ def test_a_round_that_the_prefix_cache_answers_is_not_reported(
         verify.send_at_once(on_server, questions, found[True])
 
 
-class StandIn(servers.Server):
-    """A server that was not started, with this in its /server_info."""
-
-    def __init__(self, fast: bool, directory: Path, *entries: Any) -> None:
-        super().__init__(fast, [], 1, directory / "log")
-        self.log_file.touch()
-        self._entries = entries
-
-    def states(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for entry in self._entries:
-            found.append({status.ENTRY: entry} if entry else {})
-        return found
-
-
-CUT = {"active": True, "reason": None, "forwards": {counters.TAIL_EAGER: 3}}
-OFF = {"active": False, "reason": "SGLANG_GEMMA4_YOCO=0", "forwards": {}}
+NO_ENTRY: dict[str, Any] = {}
+CUT = {status.ENTRY: {"active": True, "reason": None, "forwards": {counters.TAIL_EAGER: 3}}}
+REFUSED = {status.ENTRY: {"active": True, "reason": None, "forwards": {"LoRA": 2}}}
+OFF = {status.ENTRY: {"active": False, "reason": "SGLANG_GEMMA4_YOCO=0", "forwards": {}}}
 
 
 @pytest.mark.parametrize(
-    ("fast", "entries", "wrong"),
+    ("fast", "states", "wrong"),
     [
-        (False, [None], None),  # the package changes nothing where it is switched off
+        (False, [NO_ENTRY], None),  # the package changes nothing where it is switched off
         (False, [OFF], None),
-        (False, [None, CUT], "0 (stock): the fast path was active"),
+        (False, [NO_ENTRY, CUT], "0 (stock): the fast path was active"),
         (True, [CUT], None),
-        (True, [None, CUT], None),
-        (True, [None], "NOT active (the server has no entry gemma4_yoco. Likely reasons: "),
+        (True, [NO_ENTRY, CUT], None),
+        (True, [NO_ENTRY], "NOT active (the server has no entry gemma4_yoco. Likely reasons: "),
         (True, [OFF], "1 (fast prefill): the fast path was NOT active (SGLANG_GEMMA4_YOCO=0)"),
-        (True, [{**CUT, "forwards": {"LoRA": 2}}], "NOT active (LoRA)"),
+        (True, [REFUSED], "NOT active (LoRA)"),
     ],
 )
 def test_the_switch_is_checked(
-    tmp_path: Path, fast: bool, entries: list[Any], wrong: str | None
+    tmp_path: Path, fast: bool, states: list[dict[str, Any]], wrong: str | None
 ) -> None:
-    server = StandIn(fast, tmp_path, *entries)
-    if wrong is None:
-        servers.check_switch(server)
-        # Forwards before a round do not count.
-        if fast:
-            with pytest.raises(servers.WrongPathError):
-                servers.check_switch(server, since=server.forwards())
-        return
-    with pytest.raises(servers.WrongPathError) as error:
-        servers.check_switch(server)
+    server = servers.Server(fast, [], 1, tmp_path / "log")
+    server.log_file.touch()
+    with mock.patch.object(server, "states", return_value=states):
+        if wrong is None:
+            servers.check_switch(server)
+            # Forwards before a round do not count.
+            if fast:
+                with pytest.raises(servers.WrongPathError):
+                    servers.check_switch(server, since=server.forwards())
+            return
+        with pytest.raises(servers.WrongPathError) as error:
+            servers.check_switch(server)
     assert wrong in str(error.value)
 
 
@@ -426,8 +377,8 @@ def test_the_demo_refuses_what_verify_does_not_take(tmp_path: Path) -> None:
     """By Python alone, and before anything is installed."""
     command = [sys.executable, "-S", str(REPO / "scripts" / "demo.py")]
     command += ["--venv", str(tmp_path / "venv"), "--work-dir", str(tmp_path / "work")]
-    done = run([*command, "--repeats", "0"], tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = run([*command, "--repeats", "0"], tmp_path, 2)
+    assert done.stdout == ""
     assert "argument --repeats: 0 is not above zero" in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -81,12 +81,9 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
         if "Gemma4 only supports" not in str(refused):
             raise
         pytest.skip(f"this SGLang: {refused}")
-    pages = 128
-    if "hybrid" not in name:
-        pages = int(name.rpartition(" ")[2])
     if "hybrid" in name and engine.runner.page_size == 1:
         pytest.skip("this SGLang takes pages of one token for any two backends")
-    assert engine.runner.page_size == pages
+    assert engine.runner.page_size == SERVERS[name].get("page_size", 128)
     return engine
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 WINDOW = TWO_POOLS.sliding_window
-DECODING = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((WINDOW - 1, 1))]
+DECODING = batch_of((WINDOW - 1, 1), decodes=True)
 BATCHES: dict[str, tuple[list[Prompt], str]] = {
     "a full bucket": (batch_of((0, 16)), counters.EXIT_CAPTURED),
     "prefixes at the window": (

@@ -19,7 +19,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
 from harness.batches import batch_of
-from harness.forwards import ENGINE, MARKS_CHUNKS, assert_fast, state_of
+from harness.forwards import ENGINE, assert_fast, state_of
 from harness.layer_rows import INTERPRETED, LAYERS
 from harness.observe import Observed, run, watching
 from sglang_gemma4_reference import interpreter
@@ -81,10 +81,17 @@ def projections(engine: Engine, prompts: list[Prompt]) -> list[tuple[int, int]]:
     return [(sum(len(prompt.new) for prompt in prompts), LAYERS)]
 
 
-def test_the_same_answers(engine: Engine) -> None:
-    prompts = batch_of((6, 20), (0, 7), (WINDOW, 4), (0, 2))
+@pytest.mark.parametrize(
+    ("prompts", "outcome"),
+    [
+        (batch_of((6, 20), (0, 7), (WINDOW, 4), (0, 2)), counters.TAIL_EAGER),
+        (batch_of((6, 20), (0, 7), to_come=(21, 22)), counters.TAIL_SKIPPED),
+    ],
+    ids=["whole prompts", "an intermediate chunk"],
+)
+def test_the_same_answers(engine: Engine, prompts: list[Prompt], outcome: str) -> None:
     assert_fast(engine, prompts, projected=projections(engine, prompts))
-    assert counters.forwards[counters.TAIL_EAGER] == 1
+    assert counters.forwards[outcome] == 1
 
 
 def test_input_logprobs(engine: Engine) -> None:
@@ -104,13 +111,6 @@ def test_input_logprobs(engine: Engine) -> None:
         return float(apart.abs().max())
 
     assert 0 < distance(fast) < distance(chunk) / 2
-
-
-@MARKS_CHUNKS
-def test_an_intermediate_chunk(engine: Engine) -> None:
-    prompts = batch_of((6, 20), (0, 7), to_come=(21, 22))
-    assert_fast(engine, prompts, projected=projections(engine, prompts))
-    assert counters.forwards[counters.TAIL_SKIPPED] == 1
 
 
 def test_its_tail_is_not_captured(engine: Engine) -> None:

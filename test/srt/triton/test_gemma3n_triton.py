@@ -6,8 +6,7 @@ says: one in the source of SGLang's layer, the other in the windows of its layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -44,20 +43,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reference.write_checkpoint(tmp_path_factory.mktemp("gemma3n"), SHAPE)
 
 
-@contextmanager
-def flattening() -> Iterator[None]:
-    """SGLang's layer flattens what attention returns."""
-    forward = fixed(Gemma3nAttention.forward, REPORTS / "gemma3n_attention_output.md")
-    with mock.patch.object(Gemma3nAttention, "forward", forward):
-        yield
-
-
-def give_layers_the_runners_window(engine: Engine) -> None:
-    for layer in engine.text_model.layers:
-        if layer.self_attn.attn.sliding_window_size > 0:
-            layer.self_attn.attn.sliding_window_size = engine.runner.sliding_window_size
-
-
 def test_beside_another_backend(checkpoint: Path) -> None:
     """As FlashAttention is a server's on an H100: the tail runs on Triton, over the same pool."""
     engine = Engine(checkpoint, **INTERPRETED_ENGINE, attention_backend="fa4")
@@ -82,10 +67,14 @@ def test_alone(checkpoint: Path, said: Callable[..., list[str]]) -> None:
     assert any(gemma3n.TRITON_FAILS in line for line in said())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         run(engine, engine.schedule(ONE_PROMPT), "0")
-    with flattening():
+    # SGLang's layer flattens what attention returns.
+    forward = fixed(Gemma3nAttention.forward, REPORTS / "gemma3n_attention_output.md")
+    with mock.patch.object(Gemma3nAttention, "forward", forward):
         engine.runner.init_attention_backends()
         assert_stock(engine, gemma3n.OTHER_WINDOW, ONE_PROMPT)
-        give_layers_the_runners_window(engine)
+        for layer in engine.text_model.layers:
+            if layer.self_attn.attn.sliding_window_size > 0:
+                layer.self_attn.attn.sliding_window_size = engine.runner.sliding_window_size
         engine.runner.init_attention_backends()
         for prompts in PROMPTS.values():
             assert_fast(engine, prompts)

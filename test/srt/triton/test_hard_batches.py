@@ -23,7 +23,7 @@ import torch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-from harness.batches import rest_of, tokens
+from harness.batches import batch_of, rest_of, tokens
 from harness.decode_graphs import record_tail
 from harness.forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, attention_of, state_of
 from harness.layer_rows import TWO_POOLS
@@ -71,112 +71,97 @@ SHAPES = {
 }
 
 
-def prompt(
-    cached: int, new: int, *, wanted: int = 0, to_come: int = 0, decodes: bool = False
-) -> Prompt:
-    """One request, whose tokens are drawn by its lengths.
-
-    Args:
-        wanted: how many of its last new rows have input logprobs.
-    """
-    draw = random.Random(f"{cached} {new} {wanted} {to_come}")
-    beginning = tokens(draw, cached)
-    return Prompt(
-        cached=beginning,
-        new=tokens(draw, new),
-        logprob_start=cached + new - wanted if wanted else -1,
-        to_come=tokens(draw, to_come),
-        decodes=decodes,
-    )
-
-
-def prompts(*lens: tuple[int, int]) -> list[Prompt]:
-    """Requests of which the last rows are read, by their (cached, new) tokens."""
-    found: list[Prompt] = []
-    for cached, new in lens:
-        found.append(prompt(cached, new))
-    return found
-
-
-def decoding(*cached: int) -> list[Prompt]:
-    """Requests that run already, after prompts of so many tokens."""
-    found: list[Prompt] = []
-    for length in cached:
-        found.append(prompt(length, 1, decodes=True))
-    return found
+def prompt(cached: int, new: int, **more: Any) -> Prompt:
+    """One request, whose tokens are drawn by its lengths."""
+    draw = random.Random(f"{cached} {new}")
+    return Prompt(tokens(draw, cached), tokens(draw, new), **more)
 
 
 def hard_batches(window: int) -> dict[str, list[Prompt]]:
     """What is hard about a batch -> the batch, for a window of this many keys."""
     w, far = window, 40  # Triton splits the keys of a decode step into parts of at least 32
     shared = prompt(w + 2, 3)
+    to_come = {"to_come": (21, 22, 23)}
     return {
-        "totals at the window": prompts((0, w - 1), (0, w), (0, w + 1), (0, far)),
-        "prefixes at the window": prompts((w - 1, 2), (w, 3), (w + 1, 2), (far, 5)),
-        "one new token beside long prompts": prompts((w, 1), (0, far), (2 * w + 1, 1), (0, 1)),
-        "one request": prompts((w + 1, w)),
-        "five requests": prompts((0, 1), (w - 1, 1), (3, w), (0, w + 2), (2 * w, 2)),
+        "totals at the window": batch_of((0, w - 1), (0, w), (0, w + 1), (0, far)),
+        "prefixes at the window": batch_of((w - 1, 2), (w, 3), (w + 1, 2), (far, 5)),
+        "one new token beside long prompts": batch_of((w, 1), (0, far), (2 * w + 1, 1), (0, 1)),
+        "one request": batch_of((w + 1, w)),
+        "five requests": batch_of((0, 1), (w - 1, 1), (3, w), (0, w + 2), (2 * w, 2)),
         "suffixes beside last rows": [
-            prompt(w + 1, w + 4, wanted=w + 2),
+            prompt(w + 1, w + 4, logprob_start=w + 3),
             prompt(0, w),
-            prompt(2, 4, wanted=4),
+            prompt(2, 4, logprob_start=2),
             prompt(w, 1),
         ],
-        "prefill beside decode rows": [*prompts((w, 3), (0, w + 2)), *decoding(w - 1, 2 * w)],
-        "finished beside unfinished": [prompt(w, 3), prompt(2, w, to_come=4)],
-        "intermediate chunks": [prompt(w + 1, 4, to_come=3), prompt(0, w + 1, to_come=2)],
-        "unfinished beside decode rows": [prompt(0, w + 1, to_come=3), *decoding(w + 1)],
+        "prefill beside decode rows": [
+            prompt(w, 3),
+            prompt(0, w + 2),
+            prompt(w - 1, 1, decodes=True),
+            prompt(2 * w, 1, decodes=True),
+        ],
+        "finished beside unfinished": [prompt(w, 3), prompt(2, w, **to_come)],
+        "intermediate chunks": batch_of((w + 1, 4), (0, w + 1), **to_come),
+        "unfinished beside decode rows": [
+            prompt(0, w + 1, **to_come),
+            prompt(w + 1, 1, decodes=True),
+        ],
         "one prefix of two requests": [
             shared,
             replace(prompt(w + 2, 5), cached=shared.cached, shares=0),
             prompt(0, 4),
         ],
-        "logprobs of unfinished": [prompt(3, 5, wanted=3, to_come=2), prompt(0, w, to_come=3)],
-        "logprobs beside unfinished": [prompt(w - 1, 4, wanted=2), prompt(0, 6, to_come=2)],
-        "one unfinished token": [prompt(w, 1, to_come=3), prompt(0, 6, to_come=2)],
+        "logprobs of unfinished": [
+            prompt(3, 5, logprob_start=5, **to_come),
+            prompt(0, w, **to_come),
+        ],
+        "logprobs beside unfinished": [
+            prompt(w - 1, 4, logprob_start=w + 1),
+            prompt(0, 6, **to_come),
+        ],
+        "one unfinished token": [prompt(w, 1, **to_come), prompt(0, 6, **to_come)],
     }
 
 
 EVERY_BATCH = tuple(hard_batches(5))
-# For the models that not every batch runs on.
-HARDEST = (
-    "prefixes at the window",
-    "suffixes beside last rows",
-    "prefill beside decode rows",
-    "intermediate chunks",
-)
-# With the captured tail: as many requests as a graph has rows, fewer, more, and with suffixes.
-REPLAYED_OR_NOT = (
-    "prefixes at the window",
-    "prefill beside decode rows",
-    "one prefix of two requests",
-    "one request",
-    "five requests",
-    "suffixes beside last rows",
-)
 EAGER, CAPTURED = "eager tail", "captured tail"
 MOST_CAPTURED = 4
+PREFIXES = "prefixes at the window"
+#: By model and tail, the batches of every run, and those that are left to a release. With the
+#: captured tail: as many requests as a graph has rows, fewer, more, and with suffixes.
+CASES: dict[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = {
+    ("two pools", EAGER): (
+        (
+            PREFIXES,
+            "suffixes beside last rows",
+            "prefill beside decode rows",
+            "intermediate chunks",
+        ),
+        EVERY_BATCH,
+    ),
+    ("two pools", CAPTURED): (
+        (PREFIXES,),
+        (
+            *("prefill beside decode rows", "one prefix of two requests", "one request"),
+            *("five requests", "suffixes beside last rows"),
+        ),
+    ),
+    ("pages of four", EAGER): ((), (PREFIXES, "suffixes beside last rows")),
+    ("pages of four", CAPTURED): ((), (PREFIXES,)),
+    ("one pool", EAGER): (("one request",), (PREFIXES,)),
+    ("one pool", CAPTURED): ((), (PREFIXES,)),  # its donor has no window
+}
 
 
 def cases() -> Iterator[Any]:
     """(model, tail, batch): one model after the other, the eager tail first."""
-    for name in EVERY_BATCH:
-        yield case("two pools", EAGER, name, slow=name not in HARDEST)
-    for name in REPLAYED_OR_NOT:
-        yield case("two pools", CAPTURED, name, slow=name != HARDEST[0])
-    for i, name in enumerate(HARDEST[:2]):
-        yield case("pages of four", EAGER, name, slow=i > 0, long=True)
-    yield case("pages of four", CAPTURED, HARDEST[0], slow=True)
-    for name in ("one request", HARDEST[0]):
-        yield case("one pool", EAGER, name, long=name == HARDEST[0])
-    yield case("one pool", CAPTURED, HARDEST[0], long=True)  # its donor has no window
-
-
-def case(shape: str, tail: str, name: str, *, slow: bool = False, long: bool = False) -> Any:
-    """One set of parameters; long ones are left to a release, slow ones out of the matrix too."""
-    marks = [pytest.mark.slow] * slow + [pytest.mark.release] * (slow or long)
-    marks += [NEEDS_GRAPHS] * (tail == CAPTURED)
-    return pytest.param(shape, tail, name, marks=marks)
+    for (shape, tail), (every_run, release) in CASES.items():
+        graphs = [NEEDS_GRAPHS] * (tail == CAPTURED)
+        for name in every_run:
+            yield pytest.param(shape, tail, name, marks=graphs)
+        for name in release:
+            if name not in every_run:
+                yield pytest.param(shape, tail, name, marks=[pytest.mark.release, *graphs])
 
 
 # SGLang's own, which is replaced while the tail is planned.
@@ -191,21 +176,17 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     pytest would make a module's fixture anew for each combination with other parameters.
     """
-    if request.param not in _last_engine:
+    shape: str = request.param
+    if shape not in _last_engine:
         _last_engine.clear()
-        _last_engine[request.param] = made(request.param, tmp_path_factory)
-    return _last_engine[request.param]
-
-
-def made(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """A new engine of one of ``SHAPES``."""
-    return Engine(
-        write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPES[shape]),
-        **INTERPRETED_ENGINE,
-        disable_hybrid_swa_memory=shape == "one pool",
-        page_size=4 if shape == "pages of four" else 1,
-        cuda_graph_bs_decode=[MOST_CAPTURED],
-    )
+        _last_engine[shape] = Engine(
+            write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPES[shape]),
+            **INTERPRETED_ENGINE,
+            disable_hybrid_swa_memory=shape == "one pool",
+            page_size=4 if shape == "pages of four" else 1,
+            cuda_graph_bs_decode=[MOST_CAPTURED],
+        )
+    return _last_engine[shape]
 
 
 def set_up(engine: Engine, tail: str) -> None:
@@ -239,9 +220,9 @@ def play(
     if rest_of(prompts):
         batch = engine.next_chunk(batch, prompts)
         seen.append(run(engine, batch, switch, planned_as=next(before, None)))
-    answers = tokens(random.Random(0), 2 * len(batch.reqs))
-    for half in (answers[: len(batch.reqs)], answers[len(batch.reqs) :]):
-        seen.append(step(engine, batch, half, switch))
+    for seed in range(2):
+        answers = tokens(random.Random(seed), len(batch.reqs))
+        seen.append(step(engine, batch, answers, switch))
     return seen
 
 
@@ -324,9 +305,7 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
     stock = stock_of(engine, shape, name, prompts)
     set_up(engine, tail)
     # With the captured tail the cached tokens too are computed by the fast path.
-    prefix = "0"
-    if tail == CAPTURED:
-        prefix = "1"
+    prefix = str(int(tail == CAPTURED))
     fast = play(engine, prompts, "1", prefix=prefix, stock=stock)
     stock_before = any(p.cached for p in prompts) and prefix == "0"
     assert (SWITCHED_OFF in counters.forwards) == stock_before, counters.forwards
@@ -358,7 +337,9 @@ def tables_rewritten_once_planned(engine: Engine) -> Iterator[None]:
 
 @pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="stock itself reads them")
 @pytest.mark.parametrize("engine", ["two pools"], indirect=True)
-@pytest.mark.parametrize("tail", [EAGER, pytest.param(CAPTURED, marks=NEEDS_GRAPHS)])
+@pytest.mark.parametrize(
+    "tail", [EAGER, pytest.param(CAPTURED, marks=[NEEDS_GRAPHS, pytest.mark.release])]
+)
 def test_no_table_is_read_once_a_batch_is_planned(engine: Engine, tail: str) -> None:
     """Nor by the donor, which has a window here: where its K and V go was looked up before."""
     name = "prefixes at the window"
