@@ -101,6 +101,11 @@ def test_a_changed_data_file_is_another_package(tmp_path: Path) -> None:
     assert package_of(tmp_path) != before
 
 
+@pytest.mark.parametrize("page", (REPO / "benchmark").rglob("*.md"), ids=lambda page: page.name)
+def test_no_table_of_results_is_wider_than_six_columns(page: Path) -> None:
+    assert max(line.count(" | ") for line in page.read_text().splitlines()) < 6
+
+
 def test_every_supported_release_has_passed() -> None:
     passed = re.findall(r"^\| (0\.5\.\d+) \|", results.releases(), re.MULTILINE)
     assert {*passed} == {*version_matrix.VERSIONS}
