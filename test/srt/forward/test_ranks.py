@@ -299,10 +299,6 @@ def test_a_rank_that_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ranks.find_difference(found[0]) or "").startswith(reason)
 
 
-def test_a_rank_alone_compares_nothing() -> None:
-    assert ranks.find_difference("anything") is None
-
-
 def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
     """They may not have this package."""
     with (

@@ -170,13 +170,10 @@ def media_batch(engine: Engine, *prompts: MediaPrompt) -> Any:
     return scheduled
 
 
-def next_chunk(engine: Engine, batch: Any, *prompts: MediaPrompt) -> Any:
-    """What is to come of those prompts of ``batch`` that did not end in it."""
-    plain = []
-    for prompt in prompts:
-        text, _ = _plain(engine, prompt)
-        plain.append(text)
-    return engine.next_chunk(batch, plain)
+def next_chunk(engine: Engine, batch: Any, prompt: MediaPrompt) -> Any:
+    """What is to come of the only prompt of ``batch``, which did not end in it."""
+    text, _ = _plain(engine, prompt)
+    return engine.next_chunk(batch, [text])
 
 
 @dataclass
@@ -222,23 +219,22 @@ def without_masks(engine: Engine) -> Iterator[None]:
         yield
 
 
-def causal_pattern(batch: Any) -> list[torch.Tensor]:
-    """Which of its keys each new row of each prompt of ``batch`` sees: [new, cached + new]."""
-    found: list[torch.Tensor] = []
-    for new, cached in zip(batch.extend_lens, batch.prefix_lens, strict=True):
-        found.append(torch.ones(new, cached + new, dtype=torch.bool).tril(cached))
-    return found
+def image_mask(batch: Any) -> tuple[torch.Tensor, bool]:
+    """The mask of which keys each new row of ``batch`` sees, as SGLang lays it out.
 
-
-def image_pattern(batch: Any) -> list[torch.Tensor]:
-    """The same where images that lie wholly in the chunk attend in both directions."""
-    patterns = causal_pattern(batch)
-    for pattern, req, cached in zip(patterns, batch.reqs, batch.prefix_lens, strict=True):
+    And whether it is more than causal: images that lie wholly in the chunk attend in both
+    directions.
+    """
+    parts, has_images = list[torch.Tensor](), False
+    for req, new, cached in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
+        sees = torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
         for item in getattr(req.multimodal_inputs, "mm_items", ()):
             for begin, end in item.offsets:
-                if item.is_image() and cached <= begin and end < pattern.shape[1]:
-                    pattern[begin - cached : end + 1 - cached, begin : end + 1] = True
-    return patterns
+                if item.is_image() and cached <= begin and end < cached + new:
+                    sees[begin - cached : end + 1 - cached, begin : end + 1] = True
+                    has_images = True
+        parts.append(sees.flatten())
+    return torch.cat(parts), has_images
 
 
 def assert_same_inputs(stock: Observed, fast: Observed) -> None:

@@ -13,17 +13,23 @@ from harness.server import Pair
 from scripts.bench import eval_quality
 
 
-def evaluated(servers: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+def evaluate(
+    servers: Pair, capsys: pytest.CaptureFixture[str], name: str, questions: int, *more: str
+) -> dict[str, Any]:
+    """Both servers answer so many questions of one set alike; returns what is said of them."""
     on, off = servers
     mark = on.mark()
-    arguments = ["--on", on.url, "--off", off.url, "--max-tokens", "6", *more]
+    arguments = ["--on", on.url, "--off", off.url, "--max-tokens", "6", "--sets", name, *more]
     status = eval_quality.main(arguments)
     output = capsys.readouterr()
     assert status == 0, output.err
     # The fast server did take the fast path.
     assert any(prefill.rows[-1] < prefill.rows[0] for prefill in on.prefills(since=mark))
-    document: dict[str, Any] = json.loads(output.out.splitlines()[-1])
-    return document
+    found: dict[str, Any] = json.loads(output.out.splitlines()[-1])[name]
+    assert found["questions"] == questions
+    assert found["identical"] == 1.0
+    assert found["accuracy_off"] == found["accuracy_on"]
+    return found
 
 
 @pytest.mark.release
@@ -36,20 +42,14 @@ def test_gsm8k(
         for n in range(8):
             question = f"Tom has {n} apples and buys {n + 1} more. How many?"
             print(json.dumps({"question": question, "answer": f"#### {2 * n + 1}"}), file=file)
-    more = ["--sets", "gsm8k", "--questions", str(questions), "--limit", "4", *chat]
-    found = evaluated(servers, capsys, *more)["gsm8k"]
-    assert found["questions"] == 4
-    assert found["identical"] == 1.0
+    more = ["--questions", str(questions), "--limit", "4", *chat]
+    found = evaluate(servers, capsys, "gsm8k", 4, *more)
     assert found["accuracy_off"].keys() == {"strict-match", "flexible-extract"}
-    assert found["accuracy_off"] == found["accuracy_on"]
 
 
 @pytest.mark.release
 def test_colours(servers: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    found = evaluated(servers, capsys, "--sets", "colours")["colours"]
-    assert found["questions"] == 30
-    assert found["identical"] == 1.0
-    assert found["accuracy_off"] == found["accuracy_on"]
+    evaluate(servers, capsys, "colours", 30)
 
 
 def test_an_answer_is_right_that_names_both_colours(monkeypatch: pytest.MonkeyPatch) -> None:

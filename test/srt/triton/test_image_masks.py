@@ -17,8 +17,7 @@ from harness.layer_rows import CHUNK_KEPT, INTERPRETED, cut, whole
 from harness.media import (
     MediaPrompt,
     assert_same_inputs,
-    causal_pattern,
-    image_pattern,
+    image_mask,
     masks,
     media_batch,
     next_chunk,
@@ -79,10 +78,7 @@ def compare(engine: Engine, batch: Any, kept: int) -> tuple[Observed, torch.Tens
     assert fast.rows == fast.attention_rows == rows
     assert_same_inputs(stock, fast)
     before, now = seen.found
-    if before is None or now is None:
-        assert before is now
-    else:
-        assert torch.equal(before, now)
+    torch.testing.assert_close(now, before, rtol=0, atol=0)  # both may be None
     return stock, before
 
 
@@ -96,11 +92,6 @@ def hangs_on_the_mask(engine: Engine, batch: Any, stock: Observed) -> list[bool]
     assert ((largest > DIFFERENT) | (largest <= TOLERANCE)).all(), largest
     found: list[bool] = (largest > DIFFERENT).tolist()
     return found
-
-
-def flat(pattern: list[torch.Tensor]) -> torch.Tensor:
-    """A mask as SGLang lays it out."""
-    return torch.cat([rows.flatten() for rows in pattern])
 
 
 @pytest.mark.parametrize(
@@ -156,8 +147,9 @@ def test_chunks(engine: Engine, end: int, masked: tuple[bool, bool]) -> None:
 def assert_bidirectional(mask: torch.Tensor | None, batch: Any, expected: bool) -> None:
     """SGLang writes a mask for every batch with an image; it may be no more than causal."""
     assert mask is not None
-    assert torch.equal(mask, flat(image_pattern(batch)))
-    assert bool(mask.sum() > flat(causal_pattern(batch)).sum()) == expected
+    wanted, has_images = image_mask(batch)
+    assert torch.equal(mask, wanted)
+    assert has_images == expected
 
 
 def test_an_image_in_an_unfinished_chunk_beside_a_finished_prompt(engine: Engine) -> None:
@@ -171,7 +163,7 @@ def test_decoding_after_an_image(engine: Engine) -> None:
     """Two steps after the prefill, which is stock's or the fast path's."""
     answers = {}
     for switch in "01":
-        batch = media_batch(engine, MediaPrompt(CHUNKED.text), TEXT)
+        batch = media_batch(engine, CHUNKED, TEXT)
         total = sum(batch.extend_lens)
         with masks(engine) as seen:
             prefill = run(engine, batch, switch)
@@ -190,9 +182,7 @@ def test_decoding_after_an_image(engine: Engine) -> None:
     "prompts",
     [
         pytest.param([MediaPrompt(CHUNKED.text, logprob_start=7)], id="of its own rows"),
-        pytest.param(
-            [MediaPrompt(CHUNKED.text), MediaPrompt(TEXT.text, logprob_start=3)], id="of text"
-        ),
+        pytest.param([CHUNKED, MediaPrompt(TEXT.text, logprob_start=3)], id="of text"),
     ],
 )
 def test_input_logprobs_beside_an_image_are_stock(

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,43 +230,40 @@ def test_every_argument_that_is_read_is_judged() -> None:
 
 
 JUDGED = sorted(limits.list_judged_arguments())
-LIST = {**dict.fromkeys(limits.REVIEWED_ARGUMENTS, True), **dict.fromkeys(JUDGED, False)}
-NEW = "{} is set, which this version has not judged"
-GONE = "this SGLang lacks {}, which may go by another name now"
 
 
-def test_a_newer_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unknown means no. In a tested one there is nothing unknown, and nothing is looked for."""
-    cases = [
-        (LIST, None),
-        (LIST | {"enable_surprises": False}, None),
-        (
-            LIST | {"enable_surprises": True, "surprise_size": True},
-            NEW.format("--enable-surprises"),
-        ),
-        (LIST | {"SGLANG_SURPRISE": False, "DUMPER_SURPRISE": False}, None),
-        (LIST | {"SGLANG_SURPRISE": True}, NEW.format("SGLANG_SURPRISE")),
-        (LIST | {"DUMPER_SURPRISE": True}, NEW.format("DUMPER_SURPRISE")),
-        (LIST | {"enable_lora": True}, None),  # what is set is looked at in a server
-        *(
-            (
-                {name: LIST[name] for name in LIST if name != gone},
-                GONE.format(limits._name_flag(gone)),
-            )
-            for gone in JUDGED
-        ),
-    ]
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bool]]:
+    """A release that was never tested, by its names: whether each is set."""
+    names = dict.fromkeys(limits.REVIEWED_ARGUMENTS, True) | dict.fromkeys(JUDGED, False)
+    monkeypatch.setattr(compat.release, "is_newer_than_tested", lambda: True)
+    monkeypatch.setattr(compat.server, "list_set_arguments", lambda: names)
+    monkeypatch.setattr(compat.server, "list_set_variables", dict)
     with releases.published():
-        for given, reason in cases:
-            assert limits.find_server_reason() is None
-            with monkeypatch.context() as newer:
-                variables = {name: value for name, value in given.items() if name.isupper()}
-                newer.setattr(compat.server, "list_set_arguments", lambda given=given: given)
-                newer.setattr(
-                    compat.server, "list_set_variables", lambda variables=variables: variables
-                )
-                newer.setattr(compat.release, "is_newer_than_tested", lambda: True)
-                assert limits.find_server_reason() == reason
+        yield names
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("enable_surprises", "--enable-surprises"),
+        ("SGLANG_SURPRISE", "SGLANG_SURPRISE"),
+        ("DUMPER_SURPRISE", "DUMPER_SURPRISE"),
+    ],
+)
+def test_what_a_newer_release_has_besides(newer: dict[str, bool], name: str, flag: str) -> None:
+    """Unknown means no, where it is set. What is known is looked at by its value."""
+    newer |= {name: False, "enable_lora": True}
+    assert limits.find_server_reason() is None
+    newer[name] = newer[f"{name}_2"] = True
+    assert limits.find_server_reason() == f"{flag} is set, which this version has not judged"
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_what_a_newer_release_lacks(newer: dict[str, bool], name: str) -> None:
+    del newer[name]
+    gone = f"this SGLang lacks {limits._name_flag(name)}, which may go by another name now"
+    assert limits.find_server_reason() == gone
 
 
 class Later(msgspec.Struct):
@@ -514,20 +510,14 @@ def test_the_method_of_a_cache_refuses_nothing() -> None:
 # ---------------------------------------------------------------- SGLang's classes
 
 
+SOURCES = Path(compat.layers.gemma4_causal.__file__).parents[1]
+
+
 def test_the_listed_backends_exist() -> None:
     """Under these names, in modules of SGLang's that need another device to be imported."""
-    modules = compat.layers.gemma4_causal.__file__.replace(
-        "models/gemma4_causal.py", "layers/attention/"
-    )
-    files = {
-        "TritonAttnBackend": "triton",
-        "TRTLLMHAAttnBackend": "trtllm_mha",
-        "FlashAttentionBackend": "flashattention",
-        "XPUAttentionBackend": "xpu",
-    }
-    for name, file in files.items():
-        assert f"\nclass {name}(" in Path(f"{modules}{file}_backend.py").read_text()
-    assert files.keys() == {name for name in limits.MAIN_BACKENDS if "." not in name}
+    for name, module in compat.attention.BACKENDS.items():
+        source = SOURCES / "layers" / "attention" / f"{module}.py"
+        assert f"\nclass {name}(" in source.read_text()
 
 
 def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str) -> Any:
@@ -602,26 +592,13 @@ def test_layers_of_popular_checkpoints(monkeypatch: pytest.MonkeyPatch, name: st
     )  # so that the donor computes all of its projection
 
 
-def classes_of_this_release() -> set[str]:
-    """The names of all classes in SGLang's sources; many of them cannot be imported on a CPU."""
-    spec = find_spec("sglang.srt")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    sources = [
-        *folder.glob("layers/quantization/**/*.py"),
-        *folder.glob("hardware_backend/**/*.py"),
-    ]
-    found: set[str] = set()
-    for source in sources:
-        found.update(re.findall(r"^ *class (\w+)", source.read_text(), re.MULTILINE))
-    return found
-
-
 @NAMES_CHANGE
 def test_every_name_is_one_of_sglangs() -> None:
-    names = set()
+    """By its sources: many of these classes cannot be imported on a CPU."""
+    names, found = set[str](), set[str]()
     for kind in limits._INDEPENDENT_ROWS:
-        for part in kind.split("."):
-            names.add(part)
-    assert names - classes_of_this_release() == set()
+        names.update(kind.split("."))
+    for folder in ("layers/quantization", "hardware_backend"):
+        for source in (SOURCES / folder).rglob("*.py"):
+            found.update(re.findall(r"^ *class (\w+)", source.read_text(), re.MULTILINE))
+    assert names - found == set()
