@@ -250,12 +250,10 @@ HEAD, NORM = f"{__name__}.MyHead", f"{__name__}.MyNorm"
 @pytest.mark.parametrize(
     ("trust", "refused"),
     [
-        ((HEAD, NORM), None),
-        ((__name__,), None),
-        ((HEAD,), f"the model has a {NORM},"),
+        ((HEAD, NORM), ""),
+        ((__name__,), ""),
         ((HEAD, f"{NORM}s"), f"the model has a {NORM},"),
-        (("test", f"{__name__}_2", HEAD, NORM), None),
-        ((), f"the model has a {HEAD},"),
+        (("test", f"{__name__}_2"), f"the model has a {HEAD},"),
     ],
 )
 def test_names_that_are_trusted(
@@ -263,25 +261,23 @@ def test_names_that_are_trusted(
     judged: Callable[[], str | None],
     setting: Callable[..., None],
     trust: tuple[str, ...],
-    refused: str | None,
+    refused: str,
 ) -> None:
     """A module, or a class in it, and no other."""
     setting(trust=trust)
     embed_tokens = engine.runner.model.language_model.embed_tokens
     with another_class(embed_tokens, MyHead), another_class(engine.text_model.norm, MyNorm):
-        reasons = [judged(), judged()]
-    assert [reason and reason.partition(" which")[0] for reason in reasons] == [refused] * 2
+        reason = judged() or ""
+    assert reason.partition(" which")[0] == refused
 
 
 def test_all_that_is_foreign_is_said_at_once(
     engine: Engine, judged: Callable[[], str | None]
 ) -> None:
     """A server need not be started once for each."""
-    with ExitStack() as stack:
-        stack.enter_context(engine.text_model.norm.register_forward_hook(mock.Mock()))
-        stack.enter_context(another_class(engine.text_model.norm, MyNorm))
-        reason = judged()
-    assert reason is not None
+    norm = engine.text_model.norm
+    with norm.register_forward_hook(mock.Mock()), another_class(norm, MyNorm):
+        reason = judged() or ""
     assert reason.endswith(f"_TRUST={__name__},unittest.mock accepts it")
 
 

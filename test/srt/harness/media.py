@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -121,8 +122,8 @@ def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[Multim
     return made
 
 
-def _inputs(engine: Engine, prompt: MediaPrompt) -> tuple[tuple[int, ...], MultimodalInputs | None]:
-    """The prompt's tokens, and the media of its placeholders."""
+def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInputs | None]:
+    """The prompt as the engine takes it, and the media of its placeholders."""
     encoded = _encoded(prompt)
     ids = encoded["input_ids"][0].tolist()
     config = engine.runner.model.config
@@ -130,24 +131,18 @@ def _inputs(engine: Engine, prompt: MediaPrompt) -> tuple[tuple[int, ...], Multi
     for kind in _ARGUMENTS:
         spans[kind] = _spans(ids, getattr(config, f"{kind}_token_id"))
     items = _items(encoded, spans)
-    if not items:
-        return tuple(ids), None
     for item in items:
         for begin, end in item.offsets:
             ids[begin : end + 1] = item.padding_sequence(end + 1 - begin)
-    inputs = MultimodalInputs(
-        mm_items=items,
-        im_token_id=config.image_token_id,
-        video_token_id=config.video_token_id,
-        audio_token_id=config.audio_token_id,
-    )
-    return tuple(ids), inputs
-
-
-def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInputs | None]:
-    """The prompt as the engine takes it, and its media."""
-    ids, inputs = _inputs(engine, prompt)
-    rest: tuple[int, ...] = ()
+    inputs = None
+    if items:
+        inputs = MultimodalInputs(
+            mm_items=items,
+            im_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            audio_token_id=config.audio_token_id,
+        )
+    ids, rest = tuple(ids), tuple[int, ...]()
     if prompt.end is not None and not prompt.is_last:
         rest = ids[prompt.end :]
     new = ids[prompt.cached : prompt.end]
@@ -197,11 +192,8 @@ def masks(engine: Engine) -> Iterator[Masks]:
 
     def on_entry(*_: Any) -> None:
         metadata = engine.runner.attn_backend.forward_metadata
-        mask = metadata.custom_mask
-        before[:] = [metadata, mask]
-        if mask is not None:
-            mask = mask.clone()
-        seen.found.append(mask)
+        before[:] = [metadata, metadata.custom_mask]
+        seen.found.append(deepcopy(metadata.custom_mask))
 
     def on_exit(*_: Any) -> None:
         metadata, found = engine.runner.attn_backend.forward_metadata, seen.found[-1]

@@ -64,7 +64,7 @@ def test_an_answer_is_right_that_names_both_colours(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("again", "on", "identical_again", "identical"),
-    [("Paris", "Paris", 1.0, 1.0), ("Rome", "Rome", 0.5, 0.5), ("Paris", "Rome", 1.0, 0.5)],
+    [("Rome", "Paris", 0.5, 1.0), ("Paris", "Rome", 1.0, 0.5)],
 )
 def test_two_runs_without_fast_prefill_stand_beside_it(
     monkeypatch: pytest.MonkeyPatch,

@@ -81,7 +81,6 @@ def test_forwards_and_rows(measured: Server) -> None:
     assert sum(forwards.values()) == len(prefills) / 2
     assert rows["computed"] + rows["skipped"] == sum(p.rows[0] for p in prefills) / 2
     assert rows["computed"] == sum(p.rows[-1] for p in prefills) / 2
-    assert rows["skipped"] >= LONG - 2
 
 
 def test_server_info_has_the_same_numbers(measured: Server) -> None:
@@ -120,10 +119,6 @@ def test_what_watches_the_metrics_asks_for_those_that_there_are(
     """Every name, label and outcome in a dashboard's or a rule's expressions."""
     text = (REPO / "docs" / "monitoring" / file).read_text().replace('\\"', '"')
     named = set(re.findall(r"sglang:\w+", text))
-    ours = {WORST, "sglang:num_running_reqs"}  # that one is of every server
-    for counter in (FORWARDS, ROWS, AUDITS, CHANGES):
-        ours.add(f"{counter}_total")
-    assert named <= ours
     assert named
     measured_samples, known = samples(measured), {"instance"}
     assert named <= measured_samples.keys()
