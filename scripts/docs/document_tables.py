@@ -92,11 +92,11 @@ def methods_table() -> str:
 
 def measured_points(model: str) -> dict[int, dict[str, Any]]:
     """What was measured of one prompt's prefill with a small model's proportions, by length."""
-    [document] = results(f"prefill_{model.lower()}-mini_cpu_sglang-{SGLANG_VERSION}.json")
     found = {}
-    for point in document["points"]:
-        if point["load"]["batch_size"] == 1:
-            found[point["load"]["length"]] = point
+    for document in results(f"prefill_{model.lower()}-mini_*cpu_sglang-{SGLANG_VERSION}.json"):
+        for point in document["points"]:
+            if point["load"]["batch_size"] == 1:
+                found[point["load"]["length"]] = point
     return found
 
 
