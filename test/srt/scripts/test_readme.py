@@ -117,7 +117,7 @@ def test_figures_in_prose_are_those_of_the_results() -> None:
     """
     for document in document_tables.results("prefill_*.json"):
         assert document["gate"]["decode_us"] < 1
-        assert 5 < document["gate"]["ineligible_prefill_us"] < 25
+        assert 17 < document["gate"]["ineligible_prefill_us"] < 28
     for document in document_tables.results("random_workload_*.json"):
         for compared in document["comparisons"]:
             assert compared["largest_difference"] < 2e-5
