@@ -289,6 +289,14 @@ def forward_batch(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
     return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
 
 
+def placeholders(item: Any, count: int) -> list[int]:
+    """The token ids that stand for ``count`` rows of an image or sound in a prompt."""
+    if hasattr(item, "padding_sequence"):  # 0.5.23
+        ids: list[int] = item.padding_sequence(count)
+        return ids
+    return [item.pad_value] * count
+
+
 def unknown_arguments(names: Iterable[str]) -> list[str]:
     """Those of these server arguments that this SGLang does not have."""
     from sglang.srt.server_args import ServerArgs

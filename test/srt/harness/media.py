@@ -21,6 +21,7 @@ from sglang.srt.managers.mm_utils import init_mm_embedding_cache
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 
 from harness.observe import Observed
+from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
 from sglang_gemma4_reference.engine import Engine, Prompt
 
@@ -133,7 +134,7 @@ def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInput
     items = _items(encoded, spans)
     for item in items:
         for begin, end in item.offsets:
-            ids[begin : end + 1] = item.padding_sequence(end + 1 - begin)
+            ids[begin : end + 1] = releases.placeholders(item, end + 1 - begin)
     inputs = None
     if items:
         inputs = MultimodalInputs(
