@@ -364,3 +364,11 @@ def test_each_field_refuses_for_its_reason() -> None:
     for name, (_, reason) in FIELDS.items():
         reasons[name] = reason
     assert reasons == eligibility.INELIGIBLE_FIELDS
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [(128, eligibility.TOO_LITTLE), (129, None)])
+def test_an_exit_on_a_gpu_skips_128_rows(tokens: int, reason: str | None) -> None:
+    """All but the last row of a prompt are skipped."""
+    state: Any = SimpleNamespace(on_gpu=True, replayed_exits=SimpleNamespace(closed=None))
+    prompt = eligibility.Eligible(KeptRows.suffixes([tokens], [0]), False, bucket=1)
+    assert eligibility._check_exit(state, eligible_batch(), prompt) == reason
