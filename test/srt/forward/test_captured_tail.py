@@ -276,8 +276,9 @@ def buffers(engine: Engine, known: ModelState) -> Iterator[Callable[[], list[str
         yield left
 
 
+@pytest.mark.parametrize("anew", [False, True], ids=["dropped", "backends are built anew"])
 def test_nothing_is_held_of_a_tail_that_is_let_go(
-    engine: Engine, buffers: Callable[[], list[str]]
+    engine: Engine, buffers: Callable[[], list[str]], anew: bool
 ) -> None:
     """At once: nothing waits for Python's cyclic GC, which does not track GPU memory."""
     known = start.get_state(engine.text_model)
@@ -290,7 +291,10 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     gc.collect()
     gc.disable()
     try:
-        lifecycle.drop_tail(known, lifecycle.NOT_YET)
+        if anew:
+            engine.runner.init_attention_backends()
+        else:
+            lifecycle.drop_tail(known, lifecycle.NOT_YET)
         assert [one() for one in held] == [None]
     finally:
         gc.enable()

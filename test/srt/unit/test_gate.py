@@ -31,6 +31,7 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness.stand_ins import eligible_batch, model, reason_of
+from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import eligibility, plan
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
@@ -371,4 +372,5 @@ def test_an_exit_on_a_gpu_skips_128_rows(tokens: int, reason: str | None) -> Non
     """All but the last row of a prompt are skipped."""
     state: Any = SimpleNamespace(on_gpu=True, replayed_exits=SimpleNamespace(closed=None))
     prompt = eligibility.Eligible(KeptRows.suffixes([tokens], [0]), False, bucket=1)
-    assert eligibility._check_exit(state, eligible_batch(), prompt) == reason
+    with settings_changed(min_skipped_rows=None):
+        assert eligibility._check_exit(state, eligible_batch(), prompt) == reason
