@@ -133,11 +133,6 @@ def test_another_reason_is_allowed_besides() -> None:
     assert found.allowed > 0.05
 
 
-def test_one_rounding() -> None:
-    assert rounding.get_unit(torch.zeros(1)) < 1e-5
-    assert rounding.get_unit(torch.zeros(1, dtype=torch.bfloat16)) == pytest.approx(2**-7, rel=1e-3)
-
-
 def test_the_worst_is_the_farthest_beyond_its_bound() -> None:
     near, far = Difference("near", 0.5, 0.4), Difference("far", 0.1, 0.01)
     assert rounding.find_worst([near, far]) is far
