@@ -114,32 +114,31 @@ def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
     Host and whole time are of forwards without the profiler, which slows the host down; the
     device's are of one forward with it.
     """
-    import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     from scripts.bench.bench_prefill import served
+    from sglang_gemma4_yoco.compat.server import wait_for_device
 
-    synchronize = torch.get_device_module(engine.runner.device).synchronize
-    activities = [ProfilerActivity.CPU]
-    if engine.runner.device == "cuda":
+    activities, device = [ProfilerActivity.CPU], engine.runner.device
+    if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
     host, whole = [], []
     with served(engine, way):
         for _ in range(6):
-            synchronize()
+            wait_for_device(device)
             began = time.perf_counter()
             engine.forward(batch)
             host.append(time.perf_counter() - began)
-            synchronize()
+            wait_for_device(device)
             whole.append(time.perf_counter() - began)
         with profiler(activities=activities) as trace:
             engine.forward(batch)
-            synchronize()
+            wait_for_device(device)
     return {
         "host_ms": statistics.median(host[1:]) * 1e3,  # the first one warms up
         "whole_ms": statistics.median(whole[1:]) * 1e3,
-        **device_time(trace.events(), engine.runner.device),
+        **device_time(trace.events(), device),
     }
 
 

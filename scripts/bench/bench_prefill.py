@@ -322,14 +322,14 @@ def served(engine: Any, way: str) -> Iterator[None]:
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
-    import torch
+    from sglang_gemma4_yoco.compat.server import wait_for_device
 
-    synchronize = torch.get_device_module(engine.runner.device).synchronize
+    device = engine.runner.device
     with served(engine, way):
-        synchronize()
+        wait_for_device(device)
         began = time.perf_counter()
         output = engine.forward(batch)
-        synchronize()
+        wait_for_device(device)
         return time.perf_counter() - began, output.next_token_logits
 
 
