@@ -130,6 +130,10 @@ PREFIXES = "prefixes at the window"
 #: By model and tail, the batches of every run, and those that are left to a release. With the
 #: captured tail: as many requests as a graph has rows, fewer, more, and with suffixes.
 CASES: dict[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = {
+    ("pages of four", EAGER): ((), (PREFIXES, "suffixes beside last rows")),
+    ("pages of four", CAPTURED): ((), (PREFIXES,)),
+    ("one pool", EAGER): (("one request",), (PREFIXES,)),
+    ("one pool", CAPTURED): ((), (PREFIXES,)),  # its donor has no window
     ("two pools", EAGER): (
         (
             PREFIXES,
@@ -146,10 +150,6 @@ CASES: dict[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = {
             *("five requests", "suffixes beside last rows"),
         ),
     ),
-    ("pages of four", EAGER): ((), (PREFIXES, "suffixes beside last rows")),
-    ("pages of four", CAPTURED): ((), (PREFIXES,)),
-    ("one pool", EAGER): (("one request",), (PREFIXES,)),
-    ("one pool", CAPTURED): ((), (PREFIXES,)),  # its donor has no window
 }
 
 
@@ -313,6 +313,28 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
     compare(engine, prompts, tail, stock, fast)
 
 
+@NEEDS_GRAPHS
+@pytest.mark.parametrize("engine", ["two pools"], indirect=True)
+def test_an_eager_plan_leaves_the_graphs_buffers(engine: Engine) -> None:
+    """Where both were made in the same buffers, a replay would read another batch's keys."""
+    set_up(engine, CAPTURED)
+    batches, tail = hard_batches(SHAPES["two pools"].sliding_window), attention_of(engine).tail
+    with switched("1"):
+        engine.forward(engine.schedule(batches["one request"]))
+        buffers = {}
+        for name, buffer in vars(tail).items():
+            if name.startswith("cuda_graph_") and isinstance(buffer, torch.Tensor):
+                buffers[name] = buffer, buffer.clone()
+        for name in ("five requests", "suffixes beside last rows"):
+            engine.forward(engine.schedule(batches[name]))
+    assert counters.forwards[counters.TAIL_CAPTURED] == 1
+    assert counters.forwards[counters.TAIL_EAGER] == 2
+    assert {"cuda_graph_kv_indices", "cuda_graph_window_kv_indices"} <= buffers.keys()
+    for name, (buffer, before) in buffers.items():
+        assert getattr(tail, name) is buffer, name
+        assert torch.equal(buffer, before), name
+
+
 @contextmanager
 def tables_rewritten_once_planned(engine: Engine) -> Iterator[None]:
     """As SGLang's scheduler may do it beside a backend that declares PRE_REPLAY (trtllm_mha)."""
@@ -352,25 +374,3 @@ def test_no_table_is_read_once_a_batch_is_planned(engine: Engine, tail: str) -> 
     assert_fast(engine, prompts, tail, fast)
     assert_same_cache(stock[0], fast)
     assert_same_answers(stock[0], fast, TOLERANCE)
-
-
-@NEEDS_GRAPHS
-@pytest.mark.parametrize("engine", ["two pools"], indirect=True)
-def test_an_eager_plan_leaves_the_graphs_buffers(engine: Engine) -> None:
-    """Where both were made in the same buffers, a replay would read another batch's keys."""
-    set_up(engine, CAPTURED)
-    batches, tail = hard_batches(SHAPES["two pools"].sliding_window), attention_of(engine).tail
-    with switched("1"):
-        engine.forward(engine.schedule(batches["one request"]))
-        buffers = {}
-        for name, buffer in vars(tail).items():
-            if name.startswith("cuda_graph_") and isinstance(buffer, torch.Tensor):
-                buffers[name] = buffer, buffer.clone()
-        for name in ("five requests", "suffixes beside last rows"):
-            engine.forward(engine.schedule(batches[name]))
-    assert counters.forwards[counters.TAIL_CAPTURED] == 1
-    assert counters.forwards[counters.TAIL_EAGER] == 2
-    assert {"cuda_graph_kv_indices", "cuda_graph_window_kv_indices"} <= buffers.keys()
-    for name, (buffer, before) in buffers.items():
-        assert getattr(tail, name) is buffer, name
-        assert torch.equal(buffer, before), name
