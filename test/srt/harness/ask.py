@@ -296,11 +296,11 @@ def assert_same_traffic(
 def beside_decoding(server: Server, short: list[int], long: list[int]) -> list[list[int]]:
     """Answers to two prompts, the long one sent while the other's answer is generated.
 
-    The short prompt's answer has 200 tokens, so as not to end too soon on a busy machine.
+    The short prompt's answer has 120 tokens, so as not to end too soon on a busy machine.
     """
     mark = server.mark()
     with ThreadPoolExecutor(1) as client:
-        decoding = client.submit(outputs, server, short, max_new_tokens=200)
+        decoding = client.submit(outputs, server, short, max_new_tokens=120)
         server.wait_for_prefills(1, since=mark)
         [answer] = outputs(server, long)
         [decoded] = decoding.result()
