@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
-from harness.batches import batch_of
+from harness.batches import batch_of, new_rows
 from harness.forwards import ENGINE, INTERPRETED_ENGINE, assert_fast, state_of
 from harness.layer_rows import INTERPRETED
 from harness.observe import Observed, run, watching
@@ -76,7 +76,7 @@ def test_a_row_does_not_hang_on_the_rows_beside_it(engine: Engine) -> None:
 def projections(engine: Engine, prompts: list[Prompt]) -> list[tuple[int, int]]:
     """Per-layer inputs are projected for all rows and layers at once, as in stock."""
     assert not per_layer.can_be_split(engine.text_model)
-    return [(sum(len(prompt.new) for prompt in prompts), INTERPRETED.layers)]
+    return [(new_rows(prompts), INTERPRETED.layers)]
 
 
 def in_two_chunks(prompt: Prompt) -> Prompt:

@@ -128,7 +128,8 @@ EAGER, CAPTURED = "eager tail", "captured tail"
 MOST_CAPTURED = 4
 PREFIXES = "prefixes at the window"
 #: By model and tail, the batches of every run, and those that are left to a release. With the
-#: captured tail: as many requests as a graph has rows, fewer, more, and with suffixes.
+#: captured tail: as many requests as a graph has rows, fewer, more, and with suffixes. "two pools"
+#: comes last, since the tests below go on with its engine and its captured tail.
 CASES: dict[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = {
     ("pages of four", EAGER): ((), (PREFIXES, "suffixes beside last rows")),
     ("pages of four", CAPTURED): ((), (PREFIXES,)),
