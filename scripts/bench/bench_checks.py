@@ -11,6 +11,9 @@ times over::
     python scripts/bench/bench_checks.py --models 12 --only tiny        # a few minutes
     TRITON_INTERPRET=1 python scripts/bench/bench_checks.py --triton    # on SGLang's Triton backend
 
+``--resume`` goes on after a run that was cut short: it keeps the groups of models that the file
+has as a whole, if they ran on the same package.
+
 Output contract: a line for each model and for each breakage on stdout; the last line is one JSON
 document. The exit status is 1 after a false alarm, or if something broken was not found.
 """
@@ -34,13 +37,14 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 
 from scripts.command_line import new_parser
 from scripts.environment import REPO
-from scripts.result_files import origin, write_result
+from scripts.result_files import origin, package_of, write_result
 
 if TYPE_CHECKING:
     from scripts.bench.checked_models import Group, Result
 
 sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
 ENOUGH = 4.0  # times its bound is what everything broken must come to
+INFINITE = "infinite"  # in a result file, since JSON has no infinity
 
 
 def in_a_process_of_its_own(group: Group) -> list[Result]:
@@ -79,8 +83,37 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
+def earlier_results(document: dict[str, Any], wanted: Sequence[Group]) -> list[Result]:
+    """The results of an earlier run, of those ``wanted`` groups that it has as a whole.
+
+    Raises:
+        SystemExit: the earlier run was of another package.
+    """
+    from scripts.bench.checked_models import Result
+
+    package = package_of()
+    if document["package"] != package:
+        raise SystemExit(
+            f"These results are of package {document['package']}, and this is {package}: "
+            "leave out --resume to begin anew."
+        )
+    kept: list[Result] = []
+    for group in wanted:
+        found = []
+        for values in document["results"]:
+            if values["model"] == group.shape and values["dtype"] == group.dtype:
+                factors = values["found"]
+                for name, factor in factors.items():
+                    if factor == INFINITE:
+                        factors[name] = math.inf
+                found.append(Result(**values))
+        if len(found) == group.count:
+            kept += found
+    return kept
+
+
 def finite(value: Any) -> Any:
-    """``value`` for JSON, which has no infinity."""
+    """``value`` for JSON, with a word for what is infinite."""
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -89,7 +122,7 @@ def finite(value: Any) -> Any:
         return value
     if math.isfinite(value):
         return float(f"{value:.3g}")
-    return "infinite"
+    return INFINITE
 
 
 def parse_arguments() -> Namespace:
@@ -100,6 +133,7 @@ def parse_arguments() -> Namespace:
     add("--only", default="", help="shapes with this in their name")
     add("--triton", action="store_true", help="on SGLang's Triton backend")
     add("--results", type=Path, help="where to put the results, as JSON")
+    add("--resume", action="store_true", help="go on with the file of --results")
     return parser.parse_args()
 
 
@@ -112,6 +146,17 @@ def main() -> int:
     about = origin()  # before its own file is a change of the checkout
     results: list[Result] = []
     wanted = checked_models.groups(args.only, args.models, args.triton)
+    if args.resume:
+        if args.results is None:
+            raise SystemExit("--resume goes on with a file: name it with --results.")
+        earlier = json.loads(args.results.read_text())
+        began -= earlier["seconds"]
+        results = earlier_results(earlier, wanted)
+        about["resumed_from"] = earlier["commit"]
+        done = {(result.model, result.dtype) for result in results}
+        wanted = [group for group in wanted if (group.shape, group.dtype) not in done]
+        if not wanted:
+            raise SystemExit(f"{args.results} has all of these models.")
     with ThreadPoolExecutor(2) as pool:
         for found in pool.map(in_a_process_of_its_own, wanted):
             results += found
