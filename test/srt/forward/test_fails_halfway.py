@@ -70,10 +70,10 @@ GRAPH_REPLAYED = "RecordedGraphBackend.replay"  # when this fails the tail is ea
 # By function of the package the phase of the calls that are made while it runs. Several of them run
 # at a time: a check cuts batches, and an audit runs tails. The first one of the list counts.
 PHASES = {
-    "prove": "graphs compared",
-    "capture": "capture",
+    "check_graphs": "graphs compared",
+    "capture_tail": "capture",
     "_check": "check",
-    "attach": "exits opened",
+    "open_exits": "exits opened",
     "set_up": "the rest of the start",
     "Auditor.__call__": "audit",
     "Auditor._compare_logits.<locals>.forward": "audit",
@@ -82,7 +82,7 @@ PHASES = {
     "write_keys_and_values": "K and V",
     "EagerTail.run": "tail",
     "Replay.run": "replay",
-    "serve": "the rest of the forward",  # the decision, the scatter, the counters
+    "serve_forward": "the rest of the forward",  # the decision, the scatter, the counters
 }
 
 
@@ -495,6 +495,12 @@ WORKS = {
     "check": Work(50, part="check"),
     "exits": Work(50, part="exits"),
 }
+
+
+def test_calls_of_every_phase_are_seen(engine: Engine) -> None:
+    """A function that goes by another name would leave the calls of its phase out."""
+    seen = {site.phase for work in WORKS.values() for site in work.sites(engine)}
+    assert seen == set(PHASES.values())
 
 
 @pytest.mark.parametrize("name", WORKS)
