@@ -30,7 +30,10 @@ def new_parser(about: str | None) -> argparse.ArgumentParser:
 
     It takes no shortened flags: servers' secrets are looked for behind ``--server-args``.
     """
-    command_without_secrets(sys.argv)
+    try:
+        command_without_secrets(sys.argv)
+    except ValueError as failure:  # of a quotation mark without another
+        raise SystemExit(failed(SetupError(f"{_SERVER_ARGS}: {failure}"))) from failure
     return argparse.ArgumentParser(description=about, formatter_class=_Help, allow_abbrev=False)
 
 
@@ -83,7 +86,8 @@ def make_work_dir(path: Path) -> Path:
 
 def make_log_dir(work_dir: Path) -> Path:
     """Make a new folder for the logs of this run."""
-    logs = make_work_dir(work_dir) / "logs" / time.strftime("%Y%m%d-%H%M%S")
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    logs = make_work_dir(work_dir) / "logs" / name
     logs.mkdir(parents=True)
     return logs
 

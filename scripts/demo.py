@@ -34,7 +34,7 @@ message on stderr, no JSON). Answers agree if all tokens are equal and all log-p
 1e-3. That is asked of float32, which is what runs on a CPU; on a GPU, in bfloat16, other kernels
 round differently, so there the difference is judged by what stock differs from itself
 (``sglang-gemma4-yoco verify --help`` has the rule). All of verify's other options are taken too, as
-``--prompt-tokens``, ``--repeats``, ``--servers`` and ``--port``. For the small random model fewer
+``--prompt-tokens``, ``--repeats`` and ``--servers``. For the small random model fewer
 questions are asked, and shorter prompts are timed, than verify does by itself.
 """
 
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         if not args.no_venv:
             bootstrap(args)
         demo(args)
-    except SetupError as failure:
+    except (SetupError, OSError) as failure:
         return failed(failure)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

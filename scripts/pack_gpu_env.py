@@ -34,6 +34,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -208,9 +209,12 @@ def main() -> int:
     if args.out is None:
         parser.error("name a folder, or --check")
     args.out.mkdir(parents=True, exist_ok=True)
-    for old in args.out.glob("*.whl"):
-        old.unlink()
-    build(args.out, args.cache)
+    with tempfile.TemporaryDirectory(dir=args.out) as folder:
+        build(Path(folder), args.cache)
+        for old in args.out.glob("*.whl"):  # of an earlier run, once there are others
+            old.unlink()
+        for wheel in Path(folder).glob("*.whl"):
+            wheel.rename(args.out / wheel.name)
     wheels = {path.name: path.stat().st_size for path in sorted(args.out.glob("*.whl"))}
     size = sum(wheels.values())
     print(f"norms: {NORMS}")

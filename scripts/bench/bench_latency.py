@@ -39,6 +39,7 @@ from scripts.command_line import failed, make_checkpoint, make_log_dir, new_pars
 from scripts.environment import REPO, SetupError
 from scripts.result_files import begin_result, write_result
 from sglang_gemma4_yoco.commands.console import say
+from sglang_gemma4_yoco.commands.verify.verify import parse_positive
 
 if TYPE_CHECKING:
     from sglang_gemma4_yoco.commands.verify.servers import Server
@@ -57,14 +58,27 @@ def send(server: Server, rate: float, seed: int, args: argparse.Namespace) -> di
     """One run of ``sglang.benchmark.serving``: the document that it writes, with details."""
     output = server.log_file.with_suffix(f".{rate}.{seed}.jsonl")
     log = output.with_suffix(".log")
-    options = f"--backend sglang --base-url {server.url} --model {args.checkpoint} --seed {seed}"
-    options += f" --dataset-name random-ids --num-prompts {args.requests} --request-rate {rate}"
-    options += f" --random-input-len {args.prompt} --random-output-len {args.answer}"
-    options += f" --random-range-ratio {1.0 if args.exact else 0.5} --tokenize-prompt --flush-cache"
-    options += f" --disable-tqdm --output-details --output-file {output}"
+    ratio = 0.5
+    if args.exact:
+        ratio = 1.0
+    values: dict[str, Any] = {
+        "backend": "sglang",
+        "base-url": server.url,
+        "model": args.checkpoint,
+        "seed": seed,
+        "dataset-name": "random-ids",
+        "num-prompts": args.requests,
+        "request-rate": rate,
+        "random-input-len": args.prompt,
+        "random-output-len": args.answer,
+        "random-range-ratio": ratio,
+        "output-file": output,
+    }
     if args.concurrency is not None:
-        options += f" --max-concurrency {args.concurrency}"
-    command = [sys.executable, "-m", "sglang.benchmark.serving", *shlex.split(options)]
+        values["max-concurrency"] = args.concurrency
+    command = [sys.executable, "-m", "sglang.benchmark.serving"]
+    command += [f"--{name}={value}" for name, value in values.items()]
+    command += ["--tokenize-prompt", "--flush-cache", "--disable-tqdm", "--output-details"]
     env = os.environ | {"NO_PROXY": "127.0.0.1,localhost"}
     before = len(server.log())
     with log.open("w") as printed:
@@ -130,14 +144,15 @@ def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str
     from sglang_gemma4_yoco.commands.verify.servers import check_switch, make_pair, run_servers
 
     folder.mkdir()
-    flags = f"--model-path {args.checkpoint} --chunked-prefill-size {args.chunk}"
+    flags = ["--model-path", str(args.checkpoint), f"--chunked-prefill-size={args.chunk}"]
     if args.device == "cuda":
-        flags += " --load-format dummy --dtype bfloat16 --attention-backend triton"
+        flags += ["--load-format=dummy", "--dtype=bfloat16", "--attention-backend=triton"]
     else:
-        flags += " --dtype float32"
+        flags.append("--dtype=float32")
     if mixed == "on":
-        flags += " --enable-mixed-chunk"
-    both = make_pair(shlex.split(f"{flags} {args.server_args}"), folder, device=args.device)
+        flags.append("--enable-mixed-chunk")
+    flags += shlex.split(args.server_args)
+    both = make_pair(flags, folder, device=args.device)
     points = []
     with run_servers(both, 600, one_by_one=args.device == "cuda"):
         for rate in args.rates:
@@ -157,21 +172,25 @@ def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
+    number: dict[str, Any] = {"type": parse_positive, "metavar": "N"}
     add("--preset", default="E2B_MINI", help="which random checkpoint")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.35], help="requests per second")
     add("--mixed", nargs="+", choices=("off", "on"), default=["off", "on"], help="mixed chunks")
-    add("--requests", type=int, default=16, help="of a run")
-    add("--concurrency", type=int, help="the most requests at a time")
-    add("--repeats", type=int, default=3, help="runs of each server at each rate")
-    add("--prompt", type=int, default=512, help="tokens of the longest prompt; half: the shortest")
-    add("--answer", type=int, default=32, help="tokens of the longest answer; half: the shortest")
+    add("--requests", default=16, help="of a run", **number)
+    add("--concurrency", help="the most requests at a time", **number)
+    add("--repeats", default=3, help="runs of each server at each rate", **number)
+    add("--prompt", default=512, help="tokens of the longest prompt; half: the shortest", **number)
+    add("--answer", default=32, help="tokens of the longest answer; half: the shortest", **number)
     add("--exact", action="store_true", help="all prompts and answers are of the longest's length")
-    add("--chunk", type=int, default=256, help="tokens of a chunk")
+    add("--chunk", default=256, help="tokens of a chunk", **number)
     add("--server-args", default="", metavar="'...'", help="more arguments for both servers")
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and checkpoints")
     add("--json", type=Path, help="write the JSON document to this file too")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.answer == 1:
+        parser.error("--answer 1: an answer of one token has no time between tokens")
+    return args
 
 
 def main() -> int:

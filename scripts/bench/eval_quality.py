@@ -54,6 +54,7 @@ from sglang_gemma4_yoco.commands.verify.servers import (
 )
 
 COLOURS = ("red", "green", "blue", "yellow", "black", "white")
+FAILURES = (SetupError, WrongPathError, OSError, ImportError)
 PICTURES = list(itertools.permutations(COLOURS, 2))  # 30
 
 
@@ -209,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         try:
             print(json.dumps(run(args, Path(directory))))
-        except (SetupError, WrongPathError, ImportError) as failure:  # while its log still exists
+        except FAILURES as failure:  # while its log still exists
             return failed(failure)
     return 0
 

@@ -34,7 +34,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ from scripts.command_line import failed, make_checkpoint, make_log_dir, new_pars
 from scripts.environment import REPO, SetupError
 from scripts.result_files import begin_result, write_result
 from sglang_gemma4_yoco.commands.console import say
+from sglang_gemma4_yoco.commands.verify.verify import parse_positive
 
 if TYPE_CHECKING:
     from harness.server import Server
@@ -179,8 +180,8 @@ def judge_forwards(
             result.require(right, f"a forward with {rows} rows to compute: {prefill}")
 
 
-def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
-    """All passes, and for each after the first what its answers are against the first one's."""
+def run(args: argparse.Namespace, logs: Path) -> Iterator[tuple[Pass, Any]]:
+    """Each pass, and for each after the first what its answers are against the first one's."""
     from harness.server import DEFAULT_THRESHOLD, running
     from sglang_gemma4_reference.checkpoint import PRESETS
     from sglang_gemma4_reference.workload import Client, compare, random_requests
@@ -195,33 +196,30 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
         captured = CAPTURED_ROWS
         on["arguments"] = (*ARGUMENTS, "--cuda-graph-bs-decode", *map(str, captured))
         on["env"] = env | {"GEMMA4_CPU_GRAPHS": "decode", "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": "16"}
-    passes, comparisons = [], []
     with (
         running(checkpoint, logs / "off", **off) as stock,
         running(checkpoint, logs / "on", **on) as fast,
     ):
         result, reference = run_pass("off", stock, workload, ())
-        passes.append(result)
+        yield result, None
         turns = {"on": 0}
         if args.failures_every:
             turns["on, with failures"] = args.failures_every
         for name, interval in turns.items():
             fast.failures.write_text(str(interval))
             result, answers = run_pass(name, fast, workload, captured)
-            passes.append(result)
             comparison = compare(workload, reference, answers, Client(stock.url).likeliest)
-            comparisons.append(comparison)
             result.problems += comparison.differences
             none = "no failure was injected (is test/reference up to date?)"
             result.require(result.injected or not interval, none)
-    return passes, comparisons
+            yield result, comparison
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--requests", type=int, default=200, help="how many")
+    add("--requests", type=parse_positive, default=200, help="how many")
     add("--seed", type=int, default=0, help="of the requests")
     add("--captured", action="store_true", help="replay decode steps and tails from graphs")
     add("--failures-every", type=int, default=0, metavar="N", help="see above")
@@ -234,25 +232,28 @@ def main() -> int:
     """Run, print, and return the exit status."""
     args = parse_arguments()
     try:
+        from harness.server import ServerDiedError
+    except ImportError as failure:
+        return failed(failure)
+    document: dict[str, Any] = begin_result(PRESET, "cpu", "float32")
+    document |= {"passed": True, "passes": [], "comparisons": []}
+    try:
         logs = make_log_dir(args.work_dir)
         args.work_dir = logs.parents[1]
         say(f"Logs: {logs}")
-        passes, comparisons = run(args, logs)
-    except (SetupError, OSError, ImportError) as failure:
+        for one, comparison in run(args, logs):
+            say(f"{one.name}: {one.seconds:.0f} s, {one.forwards}, {len(one.problems)} problems")
+            for problem in one.problems[:20]:
+                say(f"- {problem}")
+            document["passed"] = document["passed"] and not one.problems
+            document["passes"].append(asdict(one))
+            if comparison is not None:
+                document["comparisons"].append(asdict(comparison))
+            line = write_result(args.json, document)  # a later pass may end without an answer
+    except (SetupError, OSError, ServerDiedError) as failure:
         return failed(failure)
-    for one in passes:
-        say(f"{one.name}: {one.seconds:.0f} s, {one.forwards}, {len(one.problems)} problems")
-        for problem in one.problems[:20]:
-            say(f"- {problem}")
-    passed = not any(one.problems for one in passes)
-    document = {
-        **begin_result(PRESET, "cpu", "float32"),
-        "passed": passed,
-        "passes": list(map(asdict, passes)),
-        "comparisons": list(map(asdict, comparisons)),
-    }
-    print(write_result(args.json, document))
-    return int(not passed)
+    print(line)
+    return int(not document["passed"])
 
 
 if __name__ == "__main__":

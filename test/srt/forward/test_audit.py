@@ -160,6 +160,7 @@ def test_what_sglang_makes_of_other_rows(
 def test_lines_end_and_counts_go_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert audit._MOST_LINES == 16, "docs/log.md has this number"
     monkeypatch.setattr(audit, "_MOST_LINES", 2)
     _other_rows(monkeypatch)
     with audited(engine), caplog.at_level("ERROR", "sglang_gemma4_yoco"):

@@ -69,7 +69,7 @@ def functions_entered(engine: Engine, prompts: Sequence[Prompt]) -> set[tuple[st
     def entering(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and Path(code.co_filename).is_relative_to(package):
-            entered.add((code.co_filename, code.co_qualname, code.co_firstlineno))
+            entered.add((code.co_filename, code.co_name, code.co_firstlineno))
 
     with torch.no_grad():
         sys.setprofile(entering)

@@ -29,7 +29,8 @@ Answer = dict[str, Any]
 HERE = Path(__file__).parent
 #: The CUDA 13 runtime that torch was installed with.
 CUDA = Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13"
-CACHE = Path.home() / ".cache" / "gemma4_yoco_rehearsal"
+_CACHES = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+CACHE = Path(_CACHES) / "gemma4_yoco_rehearsal"
 RUNTIME = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
 #: The release whose kernels ``compiled_kernels`` and ``triton_kernels`` know.

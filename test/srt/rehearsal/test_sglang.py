@@ -198,12 +198,15 @@ def test_nothing_is_found_in_what_is_not_broken(ask: Ask) -> None:
     assert found[""] == found["after them"] == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*(each["name"] for each in BREAKAGES), "the kernels of K and V are not compiled at start"],
-)
+#: By breakage what must be found of it, so that one that is only misspelt does not count.
+SEEN = {each["name"]: each["seen"] for each in BREAKAGES}
+SEEN["the kernels of K and V are not compiled at start"] = "compiled in a request: _gemma_qkv"
+
+
+@pytest.mark.parametrize("name", SEEN)
 def test_a_breakage_is_seen(ask: Ask, name: str) -> None:
-    assert ask("exits")["breakages"][name]
+    found = ask("exits")["breakages"][name]
+    assert any(SEEN[name] in one for one in found), found
 
 
 # ---- races

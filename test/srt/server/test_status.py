@@ -168,8 +168,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with a certificate for localhost that nobody but itself has issued, and its key."""
     whole = tmp_path_factory.mktemp("https") / "whole.pem"
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
-    command += f" -addext subjectAltName=DNS:localhost -keyout {whole} -out {whole}"
-    subprocess.run(command.split(), check=True, capture_output=True)
+    command += " -addext subjectAltName=DNS:localhost -keyout whole.pem -out whole.pem"
+    subprocess.run(command.split(), cwd=whole.parent, check=True, capture_output=True)
     return whole
 
 

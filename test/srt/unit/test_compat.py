@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -87,6 +88,7 @@ def test_a_planner_that_takes_no_buffer_is_left_alone(monkeypatch: pytest.Monkey
 def test_an_untested_release_extends_until_the_start_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(compat.release, "LAST_TESTED", Version(version("sglang")))
     assert TailBackend(object(), Planning(511)).decodes
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     assert not TailBackend(object(), Planning(511)).decodes

@@ -17,3 +17,20 @@ def test_an_error_is_logged_with_each_line(said: Callable[..., list[str]]) -> No
     for line in (*lines, *lines):
         log.log_failure(line, MemoryError())
     assert said() == [f"{line}: MemoryError()" for line in lines]
+
+
+def test_the_same_error_at_another_place_is_another_failure(said: Callable[..., list[str]]) -> None:
+    """An error is logged once for each line that raises it, whatever its message is."""
+
+    def fail(message: str, *, early: bool) -> None:
+        try:
+            if early:
+                raise MemoryError(message)
+            raise MemoryError(message)
+        except MemoryError as error:
+            log.log_failure("a prefill failed", error)
+
+    for message in ("1 MiB", "2 MiB"):
+        fail(message, early=True)
+        fail(message, early=False)
+    assert said() == ["a prefill failed: MemoryError('1 MiB')"] * 2

@@ -10,18 +10,21 @@ import torch
 
 from harness.replayed_answers import Answer
 
-RIGHT = Answer("active", torch.arange(4.0)[None].double(), [torch.ones(2, 1, 3)])
+# K and V of one layer.
+LAYER = torch.ones(2, 1, 3)
+RIGHT = Answer("active", torch.arange(4.0)[None].double(), [LAYER, LAYER])
 
 
 @pytest.mark.parametrize(
     ("other", "right", "same_cache"),
     [
         ({}, True, True),
-        ({"cache": [torch.ones(2, 1, 3) + 1e-3]}, True, False),  # rounding
+        ({"cache": [LAYER, LAYER + 1e-3]}, True, False),  # rounding
         ({"logits": torch.tensor([[3.0, 2.0, 1.0, 0.0]]).double()}, False, True),
         ({"logits": torch.full((1, 4), torch.nan).double()}, False, True),
-        ({"cache": [torch.tensor([[[1.0, 1, 1]], [[1.0, 1, 1.1]]])]}, False, False),
-        ({"cache": [torch.full((2, 1, 3), torch.nan)]}, False, False),
+        ({"cache": [LAYER, torch.tensor([[[1.0, 1, 1]], [[1.0, 1, 1.1]]])]}, False, False),
+        ({"cache": [LAYER * torch.nan, LAYER]}, False, False),
+        ({"cache": [LAYER, LAYER * torch.nan]}, False, False),
     ],
 )
 def test_answers(other: dict[str, Any], right: bool, same_cache: bool) -> None:

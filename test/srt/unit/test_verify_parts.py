@@ -358,7 +358,9 @@ def test_the_page_in_a_browser(
     rendered = page.render_page(outcome(0.01, lengths=lengths))
     framed = html.escape(rendered.replace("</body>", MEASURE))
     file = tmp_path / "framed.html"
-    file.write_text(f'<iframe style="width:{width}px;border:0" srcdoc="{framed}"></iframe>')
+    file.write_text(
+        f'<iframe style="width:{width}px;border:0" srcdoc="{framed}"></iframe>', "utf-8"
+    )
     how = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     how += ["--hide-scrollbars", "--enable-logging=stderr", "--dump-dom"]
     how.append(f"--blink-settings=preferredColorScheme={scheme}")
