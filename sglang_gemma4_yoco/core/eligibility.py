@@ -18,7 +18,7 @@ SPECULATIVE = "speculative decoding"
 HIDDEN_STATES = "hidden states of all rows are returned"
 LORA = "LoRA"
 CAPTURING = "a CUDA graph is being captured"
-CAPTURE_IN_TAIL = "hidden states of layers after the cut are captured"
+CAPTURED_LAYERS = "hidden states of layers are captured"
 UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
 NOTHING_TO_SKIP = "every row of the batch is read"
 TOO_LITTLE = "too few rows could be skipped"
@@ -137,7 +137,7 @@ def _check_fields(state: ModelState, forward_batch: Any) -> str | None:
             return reason
     # Index i captures the input of layer i, which has all rows only up to the cut.
     if max(getattr(state.model, "layers_to_capture", None) or (0,)) >= state.cut_layer:
-        return CAPTURE_IN_TAIL
+        return CAPTURED_LAYERS
     drafts = _find_drafts(forward_batch)
     if drafts not in (None, *LAST_ROW_DRAFTS):
         return SPECULATIVE

@@ -116,7 +116,6 @@ class ModelState:
 
     def attach(self, plan_batch: Callable[[ModelState, Any], None]) -> None:
         """Become the state of the model; ``plan_batch`` gets each batch that SGLang has planned."""
-        self.close()
         self.model.__dict__[STATE_ENTRY] = self
         _attached.add(self)
         if self.attention is not None:

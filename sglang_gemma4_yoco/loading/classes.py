@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -38,41 +39,11 @@ TOWERS = {"vision_tower", "audio_tower", "vision_embedder", "embed_vision", "emb
 #: a model, and so are the functions of their modules. Not every release has all of them.
 CLASSES = (
     *OUTER_MODELS,
-    "sglang.srt.models.gemma4_causal.Gemma4TextModel",
-    "sglang.srt.models.gemma4_causal.Gemma4DecoderLayer",
-    "sglang.srt.models.gemma4_causal.Gemma4Attention",
-    "sglang.srt.models.gemma3n_causal.Gemma3nAltUp",
-    "sglang.srt.models.gemma3n_causal.Gemma3nAttention",
-    "sglang.srt.models.gemma3n_causal.Gemma3nDecoderLayer",
-    "sglang.srt.models.gemma3n_causal.Gemma3nLaurelBlock",
-    "sglang.srt.models.gemma3n_causal.Gemma3nRMSNorm",
-    "sglang.srt.models.gemma3n_causal.Gemma3nTextMLP",
-    "sglang.srt.models.gemma3n_causal.Gemma3nTextModel",
-    "sglang.srt.models.gemma3_causal.Gemma3MLP",
-    "sglang.srt.models.gemma3_causal.Gemma3TextScaledWordEmbedding",
-    "sglang.srt.layers.activation.GeluAndMul",
-    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
-    "sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend",
     *(
         f"sglang.srt.layers.attention.{module}.{name}"
         for name, module in compat.attention.BACKENDS.items()
     ),
-    "sglang.srt.layers.layernorm.RMSNorm",
-    "sglang.srt.layers.layernorm.Gemma4RMSNorm",
-    "sglang.srt.layers.layer_boundary.residual.batch.ReplayHandoff",
-    "sglang.srt.layers.layer_boundary.residual.stream.ResidualStream",
-    "sglang.srt.layers.layer_boundary.stage.StageBoundary",
-    "sglang.srt.layers.linear.ColumnParallelLinear",
-    "sglang.srt.layers.linear.ReplicatedLinear",
-    "sglang.srt.layers.linear.QKVParallelLinear",
-    "sglang.srt.layers.linear.MergedColumnParallelLinear",
-    "sglang.srt.layers.linear.RowParallelLinear",
-    "sglang.srt.layers.logits_processor.LogitsProcessor",
-    "sglang.srt.layers.logits_processor.LogitsMetadata",
-    "sglang.srt.layers.logprob_processor.InputLogprobProcessor",
-    "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
-    "sglang.srt.layers.radix_attention.RadixAttention",
-    "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding",
+    *Path(__file__).with_name("classes.txt").read_text().split(),
 )
 #: Attributes of these classes that see no rows, whoever has replaced them.
 WITHOUT_ROWS = {
@@ -109,9 +80,8 @@ def find_reason(runner: Any) -> str | None:
     """Why rows may be read that this runner's model has not computed, or None. Never raises."""
     model, backend = runner.model, runner.attn_backend  # whose class ``limits`` judges
     try:
-        found = [*find_unknown(type(model), _list_objects(model))]
-        found += _find_in(type(backend).__name__, vars(backend))
-        return judge_classes(found)
+        of_model = find_unknown(type(model), _list_objects(model))
+        return judge_classes([*of_model, *_find_in(type(backend).__name__, vars(backend))])
     except Exception as failure:  # noqa: BLE001 - of objects that are like no others
         log.log_failure("Gemma 4 fast prefill: looking for other people's code failed", failure)
         return NOT_JUDGED

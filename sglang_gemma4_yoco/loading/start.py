@@ -89,6 +89,8 @@ def _start_state(runner: Any, model: Any) -> None:
 def _find_runner_reason(runner: Any, model: Any) -> str | None:
     if not runner.is_generation:
         return eligibility.EMBEDDINGS
+    if getattr(model, "layers_to_capture", None):  # for as long as the server runs
+        return eligibility.CAPTURED_LAYERS
     return (
         find_model_reason(model)
         or classes.find_reason(runner)
@@ -160,9 +162,14 @@ def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
     state = find_state(model)
     repaired = None
     with ExitStack() as stack:
-        if state is not None and exits is not None and state.kind.LEAVES_CAPTURED_PREFILLS:
+        if state is not None:
             with _serve_stock_after_failure(model):
-                repaired = stack.enter_context(exits.capture_graphs(runner, state))
+                # The tail's graphs hold SGLang's decode graphs. SGLang drops these before it
+                # captures others: the device may not have room for both.
+                compat.server.wait_for_device(runner.device)
+                lifecycle.drop_tail(state, lifecycle.NOT_YET)
+                if exits is not None and state.kind.LEAVES_CAPTURED_PREFILLS:
+                    repaired = stack.enter_context(exits.capture_graphs(runner, state))
         yield
     if state is None:
         return

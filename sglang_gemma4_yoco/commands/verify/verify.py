@@ -13,8 +13,8 @@ In float32 on a CPU all tokens must be equal, and all log-probabilities within 1
 where two runs of stock in identical batches differ by more than that, for each kind of prompt
 log-probabilities may differ on average by 3 * A + B / N + 0.05. A is how far stock differs from
 itself on average (by its noisiest kind of prompt, in identical or in other batches), B at most, and
-N the number of prompts. Whole answers are judged by this rule, and then the parts of them that
-prefills computed.
+N half the number of answers that are compared. Whole answers are judged by this rule, and then the
+parts of them that prefills computed.
 
 The last line of stdout is one JSON document, which is in verify.json too; verify.html shows it.
 Exit status: 0 if fast prefill was active and the answers agree; 1 if not; 2 if nothing could be

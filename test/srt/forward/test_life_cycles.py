@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +21,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.scheduler_components import weight_updater
+from sglang.srt.model_executor import model_runner
 
 from harness import prefill_exits
 from harness.batches import batch_of
@@ -227,6 +229,26 @@ def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
     before = list(map(torch.clone, theirs))
     capture_decode_steps(engine)
     assert all(map(torch.equal, before, theirs))
+
+
+def test_graphs_are_freed_before_others_are_captured(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tail's hold SGLang's decode graphs; a device may not have room for two sets of these."""
+    runner = engine.runner
+    before, is_freed = weakref.ref(runner.decode_cuda_graph_runner), list[bool]()
+    capture = model_runner.capture_decode_graph
+
+    def capturing(**kwargs: Any) -> Any:
+        gc.collect()  # as SGLang does before it captures
+        is_freed.append(before() is None)
+        return capture(**kwargs)
+
+    monkeypatch.setattr(model_runner, "capture_decode_graph", capturing)
+    assert start.get_state(engine.text_model).captured is not None
+    capture_decode_steps(engine)
+    assert is_freed == [True]
+    assert start.get_state(engine.text_model).captured is not None
 
 
 def test_a_batch_that_still_runs_at_a_recapture(

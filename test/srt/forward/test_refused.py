@@ -100,7 +100,7 @@ def test_layers_captured_after_the_cut(
     """As DFlash wants them, of the last donor's output or the last layer's."""
     capturing.set_dflash_layers_to_capture([layer])
     batches_with(capture_hidden_mode=CaptureHiddenMode.FULL)
-    refused = assert_stock(engine, eligibility.CAPTURE_IN_TAIL)
+    refused = assert_stock(engine, eligibility.CAPTURED_LAYERS)
     assert refused.output.hidden_states.shape == (ROWS_IN_ALL, E2B_TINY.hidden_size)
 
 
@@ -113,6 +113,15 @@ def test_layers_captured_before_the_cut(
     stock, fast = assert_fast(engine)
     assert stock.output.hidden_states.shape == (len(TWO_PROMPTS), 2 * E2B_TINY.hidden_size)
     assert torch.equal(stock.output.hidden_states, fast.output.hidden_states)
+
+
+def test_a_server_that_captures_layers(
+    engine: Engine, restarted: Callable[..., None], capturing: Any
+) -> None:
+    """Its model returns them beside its rows in each forward, those of the check included."""
+    capturing.set_eagle3_layers_to_capture([0, 1])
+    restarted()
+    assert_stock(engine, eligibility.CAPTURED_LAYERS)
 
 
 @pytest.mark.parametrize("prefill_only", [False, True])

@@ -116,7 +116,7 @@ TWO = batch([10, 5])
         (model(), batch([10], mode=DecodeMode()), "the batch is not a plain extend"),
         (model(), logprobs_from(0, 0), eligibility.NOTHING_TO_SKIP),
         (model(), logprobs_from(10, 5), None),  # of the last rows alone
-        *((model(capture=[layer]), TWO, eligibility.CAPTURE_IN_TAIL) for layer in (14, 15, 28, 35)),
+        *((model(capture=[layer]), TWO, eligibility.CAPTURED_LAYERS) for layer in (14, 15, 28, 35)),
         (model(capture=[2, 10]), TWO, None),
         (model(capture=[2, 13]), TWO, None),
     ],

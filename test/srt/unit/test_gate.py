@@ -146,7 +146,7 @@ def test_admitted_batches(name: str) -> None:
     assert reason_of(model(), eligible_batch(**ADMITTED[name])) is None
 
 
-@pytest.mark.parametrize(("layer", "reason"), [(13, None), (14, eligibility.CAPTURE_IN_TAIL)])
+@pytest.mark.parametrize(("layer", "reason"), [(13, None), (14, eligibility.CAPTURED_LAYERS)])
 def test_the_first_captured_layer_that_is_refused(layer: int, reason: str | None) -> None:
     """The input of layer S-1 is already that of the kept rows."""
     assert reason_of(model(layers_to_capture=[2, layer]), eligible_batch()) == reason
