@@ -4,7 +4,7 @@
 ``python3 scripts/demo.py`` needs Python 3.11 or later (3.10 up to SGLang 0.5.21) and 12 GB
 of disk, nothing else. It
 
-1. makes a virtual environment with SGLang and this package (about 10 GB, once),
+1. makes a virtual environment with SGLang and this package (11 GB of disk, once),
 2. makes a small random Gemma 4 with E2B's proportions (unless ``--model`` names a real one),
 3. runs ``sglang-gemma4-yoco verify`` on it: the model is served stock (``SGLANG_GEMMA4_YOCO=0``)
    and with fast prefill (``SGLANG_GEMMA4_YOCO=1``) by the unchanged

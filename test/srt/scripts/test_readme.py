@@ -74,6 +74,17 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
     assert missing_tests(names) == []
 
 
+def test_files_that_only_a_release_runs_are_listed() -> None:
+    """Else a promise could rest on a test that no ordinary run has."""
+    listed = (REPO / "test" / "README.md").read_text()
+    files = []
+    for path in (REPO / "test" / "srt").rglob("test_*.py"):
+        if re.search(r"^pytestmark = pytest.mark.release$", path.read_text(), re.MULTILINE):
+            files.append(path.stem)
+    assert files
+    assert [name for name in files if f"`{name}`" not in listed] == []
+
+
 def test_a_missing_test_is_missed() -> None:
     there = ["scripts/test_readme", "scripts/test_readme::test_every_*"]
     absent = ["unit/test_nothing", "scripts/test_readme::test_nothing", "unit/test_readme"]
