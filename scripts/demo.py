@@ -124,7 +124,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the part of the demo that belongs to this interpreter."""
     args = parse(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda signum, _: sys.exit(128 + signum))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     try:
         if not sys.platform.startswith("linux") or sys.version_info < (3, 10):
             raise SetupError("SGLang runs on Linux, with Python 3.11 (3.10 up to SGLang 0.5.21).")

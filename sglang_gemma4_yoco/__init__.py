@@ -64,8 +64,6 @@ imported in compat/, and by commands that an operator runs, and nowhere else. co
     settings.py        environment variables, read once
 """
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 try:

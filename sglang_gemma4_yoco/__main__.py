@@ -1,7 +1,5 @@
 """``python -m sglang_gemma4_yoco``, the same as ``sglang-gemma4-yoco``."""
 
-from __future__ import annotations
-
 from sglang_gemma4_yoco.commands.main import main
 
 if __name__ == "__main__":

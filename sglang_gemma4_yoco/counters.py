@@ -3,8 +3,6 @@
 Decode steps are not counted. A process runs one forward at a time, so there is no lock.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Log lines, each logged once in a process."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Hashable

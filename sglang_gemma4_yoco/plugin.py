@@ -4,8 +4,6 @@ SGLang goes on without a plugin that raises, so a failure here is one error line
 logging is not configured yet, Python drops INFO lines, so what must be seen is a warning.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Attributes of single objects, replaced and put back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

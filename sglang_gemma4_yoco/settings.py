@@ -4,8 +4,6 @@ A plugin cannot add flags to SGLang's parser, and spawned ranks inherit the envi
 this module imports neither torch nor SGLang.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields

@@ -24,6 +24,7 @@ from sglang_gemma4_yoco.core import per_layer
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
+from sglang_gemma4_yoco.replaced import replaced
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,9 @@ class TailGraphs:
     @torch.no_grad()
     def capture(self) -> None:
         """Capture all, the largest first; when this raises, ``close`` is still due."""
-        with compat.attention.widen_window(self._backend):
+        # Without drafts, for whose verification SGLang allocates masks, which no tail reads.
+        without_drafts = replaced(self._backend, num_draft_tokens=None)
+        with without_drafts, compat.attention.widen_window(self._backend):
             self._backend.init_cuda_graph_state(self._buckets[-1], self._buckets[-1])
         try:
             with compat.decode_graphs.capture_session(self._decode_steps, self._captured):

@@ -1,7 +1,5 @@
 """When the tail is captured, used, and dropped: at start, for new weights, after a failure."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A prefill that has left SGLang's graph at an exit, compared with that graph run to its end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -41,18 +41,18 @@ _MEAN = "mean of the values"
 _OUTPUT = "output"
 _FINAL = "normed output"
 
-# Root mean square of r roundings on each side: 0.27 * sqrt(r), and on a GPU another r / 2, where a
-# product is summed in parts that are rounded.
+# Root mean square of r roundings on each side: 0.27 * sqrt(r). A GPU may sum a product in up to 16
+# parts, and round the sum after each: 8 more of the whole sum's size.
 _ROUNDINGS = {
-    _INPUTS: 1.0,  # r = 5: projected, scaled, normed, added, scaled
+    _INPUTS: 1.0,  # r = 5 + 8: projected, scaled, normed, added, scaled
     _INPUT: 1.0,
-    _QUERIES: 0.75,  # r = 3: projected, normed, turned
+    _QUERIES: 1.0,  # r = 3 + 8: projected, normed, turned
     _ATTENTION: 1.0,  # weights and sums, for each part of the keys
     _MEAN: 1.0,
-    _OUTPUT: 1.0,  # four sums of the residual, beside what is added
+    _OUTPUT: 1.5,  # four sums of the residual, beside what is added: of three products
     _FINAL: 2.0,  # that of a layer, normed
 }
-_OF_KEYS = 0.75  # as queries
+_OF_KEYS = 1.0  # as queries
 _OF_LOGITS = 3.0  # of rows that are off by the last layer's roundings and the norm's
 
 _LAYER = ("positions", "hidden_states", "per_layer_input", "forward_batch")
@@ -259,7 +259,7 @@ class _StepComparer:
     def _compare(
         self, step: str, layer: int, expected: torch.Tensor, found: torch.Tensor
     ) -> Difference:
-        size, besides = None, 0.0
+        size, besides, independent = None, 0.0, None
         given = self.stock.kept.get((_OUTPUT, layer - 1))
         if step in (_QUERIES, _ATTENTION, _MEAN):
             attention = self.layers[layer].self_attn.attn
@@ -269,6 +269,7 @@ class _StepComparer:
                 size = rounding.measure_sizes(expected, dim=-1)
             if step == _ATTENTION:
                 besides = self._of_scores(layer, attention)
+                independent = heads  # the weights of the keys are rounded for all channels alike
         elif step == _OUTPUT and given is not None:
             # Sums of the residual have the input's size too, scaled as the layer scales its output.
             scale = expected.float().abs().median() / given.float().abs().median().clamp_min(1e-30)
@@ -276,7 +277,9 @@ class _StepComparer:
                 rounding.measure_sizes(expected), scale * rounding.measure_sizes(given)
             )
         what, roundings = f"{step} of layer {layer}", _ROUNDINGS[step]
-        return rounding.compare(what, expected, found, roundings, size=size, besides=besides)
+        return rounding.compare(
+            what, expected, found, roundings, size=size, besides=besides, independent=independent
+        )
 
     def _of_scores(self, layer: int, attention: Any) -> float:
         """The relative error of attention's output that the sums of its scores cause.

@@ -5,8 +5,6 @@ With a window of 512 and pages of one slot, the requests have 0 + 7, 508 + 6 and
 edge. What is cached is random K and V. All that was written is put back at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -138,7 +136,16 @@ def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[Syntheti
     places += [table[r.row, : len(r.slots)] for r in requests]
     each = replaced(settings, current=replace(settings.current, min_skipped_rows=1))
     seen_by_none = replaced(state, planned_rows=None)  # a plan may be left by one that fails
-    with torch.no_grad(), each, seen_by_none, hide_from_canary(runner), restore_afterwards(places):
+    # SGLang's scheduler would take it for the event of a batch that it has launched.
+    own_event = replaced(runner, shared_read_done_event=None)
+    with (
+        torch.no_grad(),
+        each,
+        seen_by_none,
+        own_event,
+        hide_from_canary(runner),
+        restore_afterwards(places),
+    ):
         for r in requests:
             table[r.row, : len(r.slots)] = r.slots.to(table.dtype)
             if mapping is not None:

@@ -9,8 +9,6 @@ An error is relative to the size of its channel. In trained models some channels
 large as the others, and a norm over all of them would see those alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -77,6 +75,7 @@ def compare(
     *,
     size: torch.Tensor | None = None,
     besides: float = 0.0,
+    independent: int | None = None,
     rounded: torch.Tensor | None = None,
 ) -> Difference:
     """The worst error of ``found``: of all its numbers, of one row, and on average.
@@ -88,6 +87,7 @@ def compare(
         size: [rows, channels] or a part of it, what errors are relative to; None for the root mean
             square of each channel.
         besides: a relative error that has another reason than rounding.
+        independent: how many errors are independent of each other; None for those of all numbers.
         rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from rows
             of bf16. None for ``expected``.
     """
@@ -101,7 +101,7 @@ def compare(
     of_rows = error.square().mean(dim=-1)
     drift = (error * right).sum() / right.square().sum().clamp_min(_TINY)
     errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs()])
-    bound, few = roundings * get_unit(rounded), _OF_FEW / math.sqrt(error.numel())
+    bound, few = roundings * get_unit(rounded), _OF_FEW / math.sqrt(independent or error.numel())
     bounds = (bound, _ONE_ROW * bound, (_DRIFT + few) * bound)
     numbers = errors.nan_to_num(math.inf, posinf=math.inf).tolist()
     both = zip(numbers, bounds, strict=True)

@@ -9,8 +9,6 @@ kernels on the same shapes. Both plan over the same widened window: that it is r
 comparisons with stock (``checking.start``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,20 +30,24 @@ DIFFERS = "a graph does not give what the eager layers give"
 
 
 def check_graphs(graphs: TailGraphs, runner: Any) -> str | None:
-    """Compare every graph with the eager layers; returns why none of them may be used, or None."""
+    """Compare every graph with the eager layers; returns why none of them may be used, or None.
+
+    All are compared, whatever is found: other ranks run the same layers.
+    """
+    reason = None
     for size in graphs.rows:
         try:
             largest = rounding.find_worst(compare_graph(graphs, runner, size))
         except NotComparableError as why:
             return str(why)
-        if not largest.is_rounding:
+        if reason is None and not largest.is_rounding:
             log.log_error(
                 f"Gemma 4 fast prefill: the tail captured for {size} rows differs from the "
                 f"eager one (relative error {largest.error:.1e}, up to "
                 f"{largest.allowed:.1e} is rounding) and is not used"
             )
-            return DIFFERS
-    return None
+            reason = DIFFERS
+    return reason
 
 
 def compare_graph(graphs: TailGraphs, runner: Any, size: int) -> list[Difference]:

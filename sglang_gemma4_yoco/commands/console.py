@@ -1,7 +1,5 @@
 """What commands print and write, without secrets. Standard library only."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -5,8 +5,6 @@ loads its plugins and resolves the flags as it would in a server. Exit status: 0
 be active, 1 if not, 2 if that cannot be determined here.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

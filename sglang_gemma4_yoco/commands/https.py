@@ -20,9 +20,9 @@ def make_session(url: str, key: str | None = None) -> requests.Session:
 
     urllib3.disable_warnings()  # of a certificate that is not to be checked
     client = requests.Session()
-    client.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1")
+    client.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1", "0.0.0.0")
     client.headers["Connection"] = "close"  # an idle connection may be closed as it is used again
-    if key := key or os.environ.get(API_KEY):
+    if key := (key or os.environ.get(API_KEY, "")).strip():
         client.headers["Authorization"] = f"Bearer {key}"
     return client
 

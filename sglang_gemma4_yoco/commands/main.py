@@ -1,7 +1,5 @@
 """``sglang-gemma4-yoco``: one command, each in a module: its help, its options, and ``run``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -44,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         one.set_defaults(run=command.run)
     args = parser.parse_args(words)
     # They end the command on the way that stops whatever it has started.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda signum, _: sys.exit(128 + signum))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     try:
         return int(args.run(args))
     except (CommandError, OSError) as failure:  # OSError: of a file or a folder

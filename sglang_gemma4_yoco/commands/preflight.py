@@ -3,13 +3,12 @@
 Flags are judged by the code that judges them in a server.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +28,8 @@ try:
 except ImportError:  # as in ``loading.start``
     capture = None  # type: ignore[assignment]
 
+# Beside the weights: what some tools write in place of an entry of the config.
+_QUANTISATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
 # Arguments with which linear layers may be of another kind than the checkpoint's.
 _QUANTISING = (
     *("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
@@ -78,9 +79,12 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
     if first is not None:
         shared = f"{first}: layers {first} to {layers - 1} have no K/V"
     quantised = None
-    for part, name in product((text, config), ("compression_config", "quantization_config")):
-        if part.get(name):
-            quantised = str(part[name].get("quant_method", name))
+    for part, entry in product((text, config), ("compression_config", "quantization_config")):
+        if part.get(entry):
+            quantised = str(part[entry].get("quant_method", entry))
+    for file in _QUANTISATION_FILES:
+        if Path(name, file).is_file():
+            quantised = file
     report.add("architecture", ", ".join(config.get("architectures") or ["not named"]))
     report.add("layers", str(layers), layers=layers)
     report.add("quantisation", quantised or "none, by its config", quantisation=quantised)
@@ -156,6 +160,9 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
             "Those whose rows do not depend on each other are admitted: among them fp8, AWQ, GPTQ "
             "and compressed-tensors, but not GGUF, bitsandbytes of 8 bits and torchao"
         )
+    cache = argument("kv_cache_dtype")
+    if cache not in (None, "auto"):
+        report.unknowns.append(f"K and V of type {cache}: admitted if it is the weights' own type")
     common = argument("attention_backend")
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
     attention = sorted(map(str, names))
@@ -170,8 +177,6 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
             "triton (for Gemma 3n where SGLang can run it), trtllm_mha, fa3, fa4, intel_xpu, and "
             "hybrids of them"
         )
-    decided = "whether K and V can be read, whether the tail is captured, whether stock agrees"
-    report.add("decided at start", decided)
 
 
 def _judge_classes(report: Report, architectures: Sequence[str]) -> None:

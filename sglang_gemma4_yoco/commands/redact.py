@@ -6,8 +6,6 @@ the environment and of addresses. ``learn_secrets`` collects them when a command
 hides them wherever they occur, also where SGLang, a server or its log quotes them.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +29,9 @@ _PASSWORD = re.compile(r"://(?:[^:@\n]*:|(?=[^@\n]{8}))(.+)@")
 # What may be quoted alone of JSON, of a list, or of several lines.
 _PART = re.compile(r"[^\n\"'{}\[\],:]{8,}")
 # Not searched for: what is too short, and words that reports need and new flags may have.
-_PLAIN = re.compile(r"(?is)\s*|.{1,3}|auto|b?float\d+|cuda|default|false|none|null|triton|true")
+_PLAIN = re.compile(
+    r"(?is)\s*|.{1,3}|auto|b?float\d+|cuda|default|exact|false|none|null|triton|true"
+)
 # What shows a secret, even one that was not on this command line; the secret follows.
 _BEFORE = (
     re.compile(r"(://)[^\s\"'<>]*(?=@)"),

@@ -1,7 +1,5 @@
 """Is fast prefill active on all schedulers of a server? Exit status: 0 yes, 1 no, 2 no answer."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention backends: the one that a forward uses, the tail's own, how its steps are planned."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import sys

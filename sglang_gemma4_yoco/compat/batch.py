@@ -1,7 +1,5 @@
 """SGLang's batch: its modes, and decode steps that are made here."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

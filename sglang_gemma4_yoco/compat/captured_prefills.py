@@ -3,8 +3,6 @@
 Where SGLang has no breakable graphs by the names known here, this module cannot be imported.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

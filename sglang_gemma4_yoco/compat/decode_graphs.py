@@ -1,7 +1,5 @@
 """SGLang's captured decode steps, and what captures and replays graphs for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -75,3 +73,4 @@ def end_failed_capture(device: torch.device, backend: Any) -> None:
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
     torch.empty(1, device=device).uniform_()
+    torch.cuda.synchronize(device)  # its warm-ups, in memory that is freed next

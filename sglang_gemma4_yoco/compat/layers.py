@@ -1,7 +1,5 @@
 """Layers: what they return, the residual stream that they pass on, whether weights are plain."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

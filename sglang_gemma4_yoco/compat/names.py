@@ -3,8 +3,6 @@
 Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this folder.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from importlib.metadata import version

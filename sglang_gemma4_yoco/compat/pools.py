@@ -1,7 +1,5 @@
 """The pools of K and V."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

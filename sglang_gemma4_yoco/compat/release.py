@@ -1,7 +1,5 @@
 """The installed release of SGLang."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 
 from packaging.version import Version

@@ -1,7 +1,5 @@
 """The running server: its arguments and environment variables, its ranks, its device."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

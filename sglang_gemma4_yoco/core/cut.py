@@ -5,8 +5,6 @@ on ``[T] * (S - 1) + [B] * (L - S + 1)`` rows. For E2B (S = 15, L = 35) and a pr
 14 layers run on 2048 rows and 21 layers on 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

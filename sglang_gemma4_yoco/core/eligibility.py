@@ -6,8 +6,6 @@ depends on host fields alone, which are the same on every rank. Reasons that hol
 a server are in ``loading/limits.py``.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from sglang_gemma4_yoco import compat, settings

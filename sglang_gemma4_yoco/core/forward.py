@@ -12,8 +12,6 @@ With several ranks nothing is run again: the others wait in collectives, and thi
 would enter these with other rows.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable

@@ -6,8 +6,6 @@ streams of Gemma 3n. S is the first KV-shared layer of L. Layer S-1, the last on
 of its own, is the donor, in other words the KV source layer of the tail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol

@@ -5,8 +5,6 @@ called twice: for the layers before the cut on all rows, and for the tail's laye
 Rows are independent of each other, and so are layers, so the numbers are the same.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple

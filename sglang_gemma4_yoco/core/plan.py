@@ -4,8 +4,6 @@ A batch that may be cut gets a ``Plan``: its kept rows, and what runs the tail o
 attention is planned here. Another one gets the reason. The model's forward takes either from it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -10,8 +10,6 @@ server, as in SGLang's own collectives: its closed connections make gloo raise i
 ranks are on one machine with one installation, so none lacks the package.
 """
 
-from __future__ import annotations
-
 from torch import distributed
 
 from sglang_gemma4_yoco import compat

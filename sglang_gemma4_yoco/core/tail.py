@@ -6,8 +6,6 @@ host there, and the scheduler may rewrite the tables that planning reads. It is 
 runner's own backend: two metadata objects of one backend share buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

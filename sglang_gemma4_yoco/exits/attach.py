@@ -3,8 +3,6 @@
 Without this folder such prefills run to their end, as stock.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

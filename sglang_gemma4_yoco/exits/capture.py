@@ -9,8 +9,6 @@ its ids alone, which become what they become eagerly (``text_inputs``). Such a g
 prompt with images as if it were text: those run eagerly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

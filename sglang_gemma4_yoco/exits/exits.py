@@ -12,8 +12,6 @@ read at the exit point are tensors that Python held there when SGLang captured: 
 their memory, and later segments overwrite it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ SGLang's multimodal model takes the per-layer embeddings of ids that stand for m
 ``<image>`` in a text, say) from its padding. A graph that is captured from ids must do the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -8,8 +8,6 @@ copies a function's name, but not its globals, so these say where it is from.
 All is judged when a runner starts. What functions call in turn, such as kernels, is not looked at.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,7 +57,7 @@ HOOKS = {
 #: library's as well, but for its mocks, which hide what they call.
 PACKAGES = {
     *("sglang", "sglang_gemma4_yoco", "torch", "triton", "transformers", "huggingface_hub"),
-    *("sgl_kernel", "flashinfer", "numpy", "msgspec", "einops"),
+    *("sgl_kernel", "flashinfer", "numpy", "msgspec", "einops", "typing_extensions"),
     *("aiter", "vllm", "torch_npu", "sgl_kernel_npu", "xielu"),
     *(sys.stdlib_module_names - {"unittest"}),
 }

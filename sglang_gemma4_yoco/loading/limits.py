@@ -4,8 +4,6 @@ What is not known to be right is refused, with a reason of one line. The reasons
 a server runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

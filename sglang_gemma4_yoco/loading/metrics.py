@@ -8,8 +8,6 @@ made together with these; one rank counts for its group.
 directory, and SGLang names that directory after it has loaded its plugins.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -121,11 +119,10 @@ def add_to_server_info(output: Any) -> None:
 
 def collect_metrics(labels: Mapping[str, Any]) -> None:
     """Count in SGLang's metrics from now on, with the scheduler's labels. Never raises."""
-    every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")
-    if labels.get("tp_rank", 0) != 0 and not every_rank:
-        return
     try:
-        _collect_counters(labels)
+        every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")
+        if labels.get("tp_rank", 0) == 0 or every_rank:
+            _collect_counters(labels)
     except Exception as failure:  # noqa: BLE001 - a server without these metrics serves as well
         log.log_failure("Gemma 4 fast prefill: its metrics are not collected", failure)
 

@@ -4,8 +4,6 @@ No class is replaced, so models that imported one by name are patched too. An SG
 prefill of its own keeps its helpers: they are what its flag calls.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ They have names that commits of the change proposed to SGLang, sgl-project/sglan
 The package does not use them, and adds none where SGLang has them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

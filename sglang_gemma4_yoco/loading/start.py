@@ -1,7 +1,5 @@
 """What happens when a runner starts: reasons against, the state, the captured tail, the check."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,10 +34,9 @@ NO_EXITS = "closed: captured prefills run to their end, in this SGLang or withou
 def find_model_reason(model: Any) -> str | None:
     """Why no batch of this model, in a server with these arguments, may be cut; or None."""
     first = first_shared_layer(model.config)
-    reason = limits.find_server_reason()
-    if reason is not None or first is None:
-        return reason or NO_SHARED_LAYERS
-    return limits.find_linear_reason(model, first)
+    if first is None:
+        return limits.find_server_reason() or NO_SHARED_LAYERS
+    return limits.find_server_reason() or limits.find_linear_reason(model, first)
 
 
 def get_state(model: Any) -> ModelState:

@@ -5,8 +5,6 @@ streams, reads one of them, and corrects all with what it adds. So K and V of th
 prediction for all rows, and everything else in it is for kept rows alone.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -6,8 +6,6 @@ kept rows alone. Once its K and V are in the pool, it runs by the code that SGLa
 layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """SGLang's classes of text models whose prefills can be cut, and the file that knows each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang_gemma4_yoco import compat

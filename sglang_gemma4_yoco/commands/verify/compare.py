@@ -90,6 +90,9 @@ class Comparison:
                 generated.append(_measure_difference(mine, yours))
                 if mine.token != yours.token:
                     break
+            else:
+                if len(one.generated) != len(other.generated):  # one of them has ended early
+                    generated.append(math.inf)
             result.logprobs += read + generated
             result.prefilled += read + generated[:1]
         return result

@@ -1,7 +1,5 @@
 """The report of ``verify`` for people: tables for a terminal, and a page in HTML."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The prompts for both servers: questions, and prompts for code that questions do not reach."""
 
-from __future__ import annotations
-
 import base64
 import io
 import random
@@ -41,7 +39,7 @@ class Prompt(NamedTuple):
 
 def read_file(path: Path) -> list[str]:
     """Prompts, one per line of a text; CommandError if there is none."""
-    lines = path.read_text("utf-8", errors="replace").split("\n")
+    lines = path.read_text("utf-8-sig", errors="replace").split("\n")
     if not (prompts := [line.strip() for line in lines if line.strip()]):
         raise CommandError(f"--prompts {path} has no prompt: write one per line.")
     return prompts

@@ -19,7 +19,7 @@ from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands import https, status
 from sglang_gemma4_yoco.commands.console import CommandError, quote_end, say
 from sglang_gemma4_yoco.commands.redact import redact
-from sglang_gemma4_yoco.settings import SWITCH
+from sglang_gemma4_yoco.settings import SWITCH, name_of
 
 if TYPE_CHECKING:
     import requests
@@ -44,7 +44,14 @@ class Server:
         self.arguments = list(arguments)
         self.port = port
         self.log_file = log_file
-        self.env = {**os.environ, SWITCH: str(int(fast)), "PYTHONUNBUFFERED": "1"}
+        self.env = {
+            **os.environ,
+            SWITCH: str(int(fast)),
+            name_of("audit"): "0",  # audits answer with what stock computes
+            "PYTHONUNBUFFERED": "1",
+            # Without a checkout in this folder, which would hide the installed package.
+            "PYTHONSAFEPATH": "1",
+        }
         self._http = https.make_session(self.url)
         self._at_start: Counter[str] = Counter()
 
@@ -67,8 +74,6 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Away from a checkout, which would hide the installed package.
-                cwd=self.log_file.parent,
                 start_new_session=True,
             )
 

@@ -21,8 +21,6 @@ Exit status: 0 if fast prefill was active and the answers agree; 1 if not; 2 if 
 verified, with the reason on stderr.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -58,6 +56,7 @@ ALONE, AT_ONCE, TIMED = "one at a time", "several at once", "timed"
 AGAIN, CACHED = "again", "from the prefix cache"
 ALONE_AGAIN, TIMED_AGAIN = f"{ALONE}, {AGAIN}", f"{TIMED}, {AGAIN}"
 _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
+_OWN_FLAGS = ("--model-path", "--model=", "--device", "--ssl-")
 
 Answers = list[tuple[Prompt, Answer]]
 Pairs = Sequence[tuple[Answers, Answers]]
@@ -114,11 +113,14 @@ def fit_prompts(
 ) -> list[Prompt]:
     """The prompts for servers like this one, which is ready; kinds that are left out are noted."""
     settings, left_out = server.states()[0], {}
-    chunk = settings.get("chunked_prefill_size") or -1
-    length = chunk + max(chunk // 4, 16)
-    longest = 65536
+    chunk, length = settings.get("chunked_prefill_size") or -1, 0
+    if chunk > 0:
+        length = chunk + max(chunk // 4, 16)
+    most = longest = server.get("/server_info").get("max_req_input_len") or 65536
     if args.device == "cpu":  # where more would take minutes
-        longest = 2560
+        longest = min(most, 2560)
+    if max(args.prompt_tokens) > most:
+        raise CommandError(f"--prompt-tokens: with these flags a prompt has at most {most} tokens")
     if not 0 < length <= longest:
         left_out[kinds.CHUNKS] = f"a chunk has {chunk}: try -- --chunked-prefill-size 1024"
         length = 0
@@ -307,8 +309,12 @@ def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Foun
     tokenizer = kinds.load_tokenizer(args.model_path)
     flags = ["--model-path", args.model_path, *args.server_args]
     together = args.servers == "together" or (args.servers, args.device) == ("auto", "cpu")
-    if any(flag.startswith("--ssl-") for flag in flags):
-        raise CommandError("verify speaks http to its servers: leave out what begins with --ssl-")
+    for flag in args.server_args:
+        if flag.startswith(_OWN_FLAGS):
+            raise CommandError(
+                f"{flag}: verify has a --model-path and a --device of its own, and speaks http to "
+                "its servers: leave it out behind --"
+            )
     stock, fast = servers.make_pair(flags, args.output, device=args.device, together=together)
     run_prefills_eagerly(stock)
     prompts: list[Prompt] = []
@@ -348,10 +354,8 @@ def run(args: argparse.Namespace) -> int:
     output = args.output or Path(time.strftime("gemma4-yoco-verify-%Y%m%d-%H%M%S"))
     args.device, args.output = find_device(args.device), output.absolute()
     document = begin_document(args)
-    if Path(args.model_path).is_dir():  # the servers run in another directory
-        args.model_path = str(Path(args.model_path).absolute())
     args.texts = kinds.read_file(args.prompts)
-    args.output.mkdir(parents=True, exist_ok=True)
+    args.output.mkdir(mode=0o700, parents=True, exist_ok=True)  # while they run, logs have keys
     as_json, as_page = args.output / "verify.json", args.output / "verify.html"
     for earlier in (as_json, as_page):
         earlier.unlink(missing_ok=True)
@@ -364,10 +368,11 @@ def run(args: argparse.Namespace) -> int:
         document["problems"] = str(wrong).splitlines()[:1]
     else:
         conclude(document, stock, fast)
-        document = redact(document)
-        say(page.format_report(document))
-        as_page.write_text(page.render_page(document), "utf-8")
     with as_json.open("w") as file:
         say(document, file, indent=1)
+    if document["active"]:
+        shown = redact(document)
+        say(page.format_report(shown))
+        as_page.write_text(page.render_page(shown), "utf-8")
     say(document)
     return int(not document["agrees"])

@@ -325,17 +325,18 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
             return ranks.NOT_ALIKE
         return None
 
+    defect = mock.Mock(return_value=[rounding.make_defect("the captured tail")])
     with monkeypatch.context() as broken:
         if fails == "capture":
             broken.setattr(TailGraphs, "_tail", mock.Mock(side_effect=InjectedError))
         elif fails == "a proof":
-            broken.setattr(
-                tail_graphs, "compare_graph", lambda *_: [rounding.make_defect("the captured tail")]
-            )
+            broken.setattr(tail_graphs, "compare_graph", defect)
         else:
             broken.setattr(ranks, "find_difference", disagreement)
         with pytest.raises(AssertionError):
             record_tail(engine, MOST)
+    # All graphs are compared, since other ranks, which may find nothing, run the same layers.
+    assert defect.call_count in (0, 3)
     known = start.get_state(engine.text_model)
     assert (known.captured, why_eager(engine)) == (None, why)
     assert len(said(logging.ERROR)) == errors
@@ -359,6 +360,27 @@ def test_a_donor_whose_weights_are_not_plain(engine: Engine, known: ModelState) 
     with halved_weights(engine.text_model.layers[FIRST_CUT].self_attn.qkv_proj):
         record_tail(engine, MOST)
         assert_replayed(engine, BATCHES["three, two of them cached"])
+
+
+def test_no_mask_for_drafts_is_allocated(
+    engine: Engine, known: ModelState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang allocates one for the verification of drafts, of a size with the context's length."""
+    tail, seen = attention_of(engine).tail, list[int | None]()
+    allocate = tail.init_cuda_graph_state
+
+    def allocating(*sizes: int) -> None:
+        seen.append(tail.num_draft_tokens)
+        allocate(*sizes)
+
+    monkeypatch.setattr(tail, "num_draft_tokens", 4, raising=False)
+    monkeypatch.setattr(tail, "init_cuda_graph_state", allocating)
+    record_tail(engine, MOST)
+    assert (seen, tail.num_draft_tokens) == ([None], 4)
+    verify_mask = pytest.importorskip("sglang.srt.layers.attention.verify_mask")
+    sizes = {"max_bs": 1, "max_context_len": 8, "num_draft_tokens": seen[0], "device": "cpu"}
+    runner = {"is_draft_runner": False, "skip_prefill": False, "is_read": True}
+    assert verify_mask.maybe_create_verify_mask(**sizes, **runner) is None
 
 
 def test_captured_in_inference_mode(engine: Engine, known: ModelState) -> None:

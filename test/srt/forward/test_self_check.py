@@ -114,6 +114,16 @@ def test_slots_of_the_requests_may_be_written(engine: Engine) -> None:
 LAST = 5  # of the check's forwards: stock, three on stock's rows, and a whole one
 
 
+def test_no_event_of_its_own_is_left(engine: Engine) -> None:
+    """SGLang's scheduler waits for that of the batch that it has launched last."""
+    runner, launched = engine.runner, object()
+    state = start.get_state(engine.text_model)
+    with replaced(runner, shared_read_done_event=launched):
+        with make_synthetic_requests(runner, state):
+            runner.shared_read_done_event = object()
+        assert runner.shared_read_done_event is launched
+
+
 def test_logits_that_are_no_numbers(engine: Engine) -> None:
     """Of the whole forward alone, as what a forward finds in memory is."""
     forwards = count(1)

@@ -226,6 +226,8 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     command += ["--servers", "together", "--", "--dtype", "bfloat16"]
     # Its own check at start would turn it off.
     variables = {"PYTHONPATH": path, settings.name_of("self_check"): "0"}
+    # Audited prefills would answer what stock answers: the servers of verify make none.
+    variables[settings.name_of("audit")] = "1"
     done = run(command, tmp_path, 1, **variables)
     document = document_of(done)
     assert document["active"] is True
@@ -289,7 +291,7 @@ def test_a_round_that_the_prefix_cache_answers_is_not_reported(
 ) -> None:
     """No prefill is cut then, and equal answers would show nothing."""
     tokenizer = prompts.load_tokenizer(str(on_server.checkpoint))
-    args = Namespace(prompt_tokens=[], repeats=1, texts=["Why is the sky blue?"], device="cpu")
+    args = Namespace(prompt_tokens=[64], repeats=1, texts=["Why is the sky blue?"], device="cpu")
     sent = verify.fit_prompts({}, args, tokenizer, on_server)
     on_server.forget_prefixes()
     monkeypatch.setattr(on_server, "forget_prefixes", lambda: None)
@@ -351,7 +353,9 @@ def test_the_switch_is_checked(
         (["--prompts", "{tmp}/none"], "No such file or directory: '"),
         (["--prompts", "{tmp}/empty"], "/empty has no prompt"),
         (["--output", "{tmp}/empty/dir"], "Not a directory: '"),
-        (["--", "--ssl-certfile", "x"], "verify speaks http to its servers: leave out what begins"),
+        (["--", "--ssl-certfile", "x"], "--ssl-certfile: verify has a --model-path and a --device"),
+        (["--", "--device=cuda"], "--device=cuda: verify has a --model-path and a --device of"),
+        (["--", "--model-path", "other"], "--model-path: verify has a --model-path and a"),
     ],
 )
 def test_what_cannot_be_verified(
@@ -406,8 +410,23 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def test_a_hangup_that_is_ignored_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``nohup`` starts a command so, and it goes on when its terminal is closed."""
+
+    def hang_up(_: Any) -> int:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return 0
+
+    monkeypatch.setattr(status, "run", hang_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main(["status", "http://localhost"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_signals_leave_no_process(
     tiny_checkpoint: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:

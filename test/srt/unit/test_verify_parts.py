@@ -9,23 +9,26 @@ import os
 import re
 import shutil
 import subprocess
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 
 from harness.found import outcome, position
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.commands import https, main
 from sglang_gemma4_yoco.commands.console import CommandError
-from sglang_gemma4_yoco.commands.verify import page, prompts
+from sglang_gemma4_yoco.commands.verify import page, prompts, servers, verify
 from sglang_gemma4_yoco.commands.verify.compare import Answer, Comparison, Position, Times
 from sglang_gemma4_yoco.commands.verify.compare import find_problems as sentences
 from sglang_gemma4_yoco.commands.verify.prompts import Prompt
 from sglang_gemma4_yoco.commands.verify.verify import ALONE
+from sglang_gemma4_yoco.settings import name_of
 
 
 @pytest.fixture
@@ -114,6 +117,59 @@ def test_help_names_the_variable_of_the_key(capsys: pytest.CaptureFixture[str]) 
         assert https.API_KEY in capsys.readouterr().out
 
 
+def test_no_prefill_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An audited one answers what stock answers."""
+    monkeypatch.setenv(name_of("audit"), "1")
+    server = servers.Server(True, [], 1, tmp_path / "log")
+    assert settings.read(server.env).audit == 0
+
+
+@pytest.mark.parametrize(
+    ("chunk", "most", "sent"),
+    [
+        (256, 4096, 320),
+        (2048, 4096, 2560),
+        (2048, 2500, None),
+        (-1, 4096, None),
+        (None, 4096, None),
+    ],
+)
+def test_a_prompt_that_is_longer_than_a_chunk(
+    tokenizer: Any, chunk: int | None, most: int, sent: int | None
+) -> None:
+    """If chunks are cut at all, and the server takes such a prompt."""
+    made, document = fitted(tokenizer, [128], chunked_prefill_size=chunk, max_req_input_len=most)
+    assert [len(body["input_ids"]) for body in bodies(made, prompts.CHUNKS)] == [sent] * bool(sent)
+    assert (prompts.CHUNKS in document["left_out"]) is (sent is None)
+
+
+def test_timed_prompts_that_the_server_does_not_take(tokenizer: Any) -> None:
+    """They are refused before any prompt is sent."""
+    with pytest.raises(
+        CommandError, match="--prompt-tokens: with these flags a prompt has at most"
+    ):
+        fitted(tokenizer, [128, 2048], max_req_input_len=2000)
+
+
+def fitted(
+    tokenizer: Any, lengths: list[int], **info: Any
+) -> tuple[list[prompts.Prompt], dict[str, Any]]:
+    """The prompts for a server on a CPU that says this of itself, and the document."""
+    server = servers.Server(True, [], 1, Path("none"))
+    info = {"chunked_prefill_size": 256, "dtype": "float32"} | info
+    documents = {"/server_info": info | {"internal_states": [info]}, "/model_info": {}}
+    args = Namespace(prompt_tokens=lengths, repeats=1, texts=["One?"], device="cpu")
+    document: dict[str, Any] = {}
+    with mock.patch.object(server, "get", documents.__getitem__):
+        return verify.fit_prompts(document, args, tokenizer, server), document
+
+
+def test_a_key_is_sent_without_the_end_of_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file of variables may give it; with it, it would be no header."""
+    monkeypatch.setenv(https.API_KEY, "secret\n")
+    assert https.make_session("http://example.org").headers["Authorization"] == "Bearer secret"
+
+
 # ---------------------------------------------------------------- distances
 
 
@@ -130,6 +186,13 @@ def test_answers_are_compared_up_to_where_they_part() -> None:
     assert found.logprobs == [0.25, 0.25, 0.0, 0.0, 0.0]
     read = answer(position(1, -1.0), read=(position(5, -1.0), position(6, -2.0)))
     assert Comparison.of([(read, read)]).prefilled == [0.0] * 3  # a prefill computes them all
+
+
+def test_an_answer_that_ends_early_is_far_apart() -> None:
+    whole = answer(position(1, -1.0), position(2, -0.5))
+    found = Comparison.of([(whole, answer(position(1, -1.0)))])
+    assert found.logprobs == [0.0, math.inf]
+    assert found.prefilled == [0.0]
 
 
 @pytest.mark.parametrize(
