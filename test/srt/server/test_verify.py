@@ -448,8 +448,11 @@ def test_signals_leave_no_process(
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
-    # pytest may run in the background, where Ctrl-C is ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # pytest may run in the background, where Ctrl-C is ignored, or under nohup.
+    handler: Any = signal.SIG_DFL
+    if number == signal.SIGINT:
+        handler = signal.default_int_handler
+    before = signal.signal(number, handler)
     thread.start()
     try:
         status = main([*VERIFY[3:], "--model-path", str(tiny_checkpoint), "--servers", "together"])
@@ -457,7 +460,7 @@ def test_signals_leave_no_process(
         status = int(ended.code or 0)
     finally:
         thread.join()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
     assert status == 128 + number
     assert ("interrupted" in capsys.readouterr().err) is (number == signal.SIGINT)
     _, alive = psutil.wait_procs(family, timeout=5)
