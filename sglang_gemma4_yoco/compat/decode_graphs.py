@@ -73,4 +73,4 @@ def end_failed_capture(device: torch.device, backend: Any) -> None:
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
     torch.empty(1, device=device).uniform_()
-    torch.cuda.synchronize(device)  # its warm-ups, in memory that is freed next
+    server.wait_for_device(device.type)  # for its warm-ups, in memory that is freed next

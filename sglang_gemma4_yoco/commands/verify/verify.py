@@ -112,15 +112,20 @@ def fit_prompts(
     document: dict[str, Any], args: argparse.Namespace, tokenizer: Any, server: Server
 ) -> list[Prompt]:
     """The prompts for servers like this one, which is ready; kinds that are left out are noted."""
-    settings, left_out = server.states()[0], {}
-    chunk, length = settings.get("chunked_prefill_size") or -1, 0
+    left_out = {}
+    info = server.get("/server_info")
+    settings = info["internal_states"][0]
+    longest = info.get("max_req_input_len", 65537) - 1  # a prompt of so many tokens is refused
+    if max(args.prompt_tokens) > longest:
+        raise CommandError(
+            f"--prompt-tokens: with these flags a prompt has at most {longest} tokens"
+        )
+    if args.device == "cpu":  # where more would take minutes
+        longest = min(longest, 2560)
+    length = 0
+    chunk = settings.get("chunked_prefill_size") or -1
     if chunk > 0:
         length = chunk + max(chunk // 4, 16)
-    most = longest = server.get("/server_info").get("max_req_input_len") or 65536
-    if args.device == "cpu":  # where more would take minutes
-        longest = min(most, 2560)
-    if max(args.prompt_tokens) > most:
-        raise CommandError(f"--prompt-tokens: with these flags a prompt has at most {most} tokens")
     if not 0 < length <= longest:
         left_out[kinds.CHUNKS] = f"a chunk has {chunk}: try -- --chunked-prefill-size 1024"
         length = 0

@@ -129,7 +129,8 @@ def test_no_prefill_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         (256, 4096, 320),
         (2048, 4096, 2560),
-        (2048, 2500, None),
+        (2048, 2561, 2560),
+        (2048, 2560, None),
         (-1, 4096, None),
         (None, 4096, None),
     ],
@@ -148,7 +149,7 @@ def test_timed_prompts_that_the_server_does_not_take(tokenizer: Any) -> None:
     with pytest.raises(
         CommandError, match="--prompt-tokens: with these flags a prompt has at most"
     ):
-        fitted(tokenizer, [128, 2048], max_req_input_len=2000)
+        fitted(tokenizer, [128, 2048], max_req_input_len=2048)
 
 
 def fitted(
