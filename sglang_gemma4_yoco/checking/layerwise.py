@@ -52,6 +52,9 @@ _ROUNDINGS = {
     _OUTPUT: 1.5,  # four sums of the residual, beside what is added: of three products
     _FINAL: 2.0,  # that of a layer, normed
 }
+_EPS = torch.finfo(torch.float32).eps
+# Values are normed to size 1, so a sum of them is off by some eps of fp32 even where they cancel.
+_OF_VALUES = 4 * _EPS
 _OF_KEYS = 1.0  # as queries
 _OF_LOGITS = 3.0  # of rows that are off by the last layer's roundings and the norm's
 
@@ -85,9 +88,8 @@ class Stock:
 
     def of_rows(self, chosen: Any) -> Stock:
         """The same for some of the kept rows, given by their places among them, [n]."""
-        places = torch.as_tensor(chosen, device=self.index.device)
-        kept = {step: rows[places] for step, rows in self.kept.items()}
-        return replace(self, index=self.index[places], kept=kept)
+        kept = {step: rows[chosen] for step, rows in self.kept.items()}
+        return replace(self, index=self.index[chosen], kept=kept)
 
 
 def name_arguments(
@@ -233,7 +235,8 @@ class _StepComparer:
 
     def compare_inputs(self, inputs: PerLayerInputs) -> None:
         """Have the per-layer inputs projected; compare those of the layers before the cut."""
-        stock, cut_layer = self.stock, self.state.cut_layer
+        stock = self.stock
+        cut_layer = self.state.cut_layer
         if stock.embeds is None:
             return
         projected = inputs.project(stock.embeds.clone(), stock.embedded)
@@ -266,7 +269,8 @@ class _StepComparer:
             heads = len(found) * attention.tp_q_head_num
             expected, found = expected.reshape(heads, -1), found.reshape(heads, -1)
             if step != _QUERIES:
-                size = rounding.measure_sizes(expected, dim=-1)
+                least = _OF_VALUES / rounding.get_unit(expected)
+                size = rounding.measure_sizes(expected, dim=-1).clamp_min(least)
             if step == _ATTENTION:
                 besides = self._of_scores(layer, attention)
                 independent = heads  # the weights of the keys are rounded for all channels alike
@@ -276,9 +280,14 @@ class _StepComparer:
             size = torch.hypot(
                 rounding.measure_sizes(expected), scale * rounding.measure_sizes(given)
             )
-        what, roundings = f"{step} of layer {layer}", _ROUNDINGS[step]
         return rounding.compare(
-            what, expected, found, roundings, size=size, besides=besides, independent=independent
+            f"{step} of layer {layer}",
+            expected,
+            found,
+            _ROUNDINGS[step],
+            size=size,
+            besides=besides,
+            independent=independent,
         )
 
     def _of_scores(self, layer: int, attention: Any) -> float:
@@ -290,7 +299,7 @@ class _StepComparer:
         queries, width = self.stock.kept[_QUERIES, layer], attention.qk_head_dim
         donor = self.layers[attention.layer_id].self_attn
         norms = queries.float().reshape(-1, width).norm(dim=-1).max()
-        eps = torch.finfo(torch.float32).eps
+        eps = _EPS
         if queries.is_cuda and queries.dtype == torch.float32:
             eps = rounding.TF32 / math.sqrt(width)
         return float(2 * eps * norms * donor.k_norm.weight.abs().max() * math.sqrt(width))
@@ -300,8 +309,10 @@ def _compare_captured(
     replay: Replay, batch: Any, steps: _StepComparer, rows: torch.Tensor
 ) -> Difference:
     """A captured tail's result against its layers, run eagerly on stock's rows, with padding."""
-    stock, cut_layer = steps.stock, steps.state.cut_layer
-    embeds, embedded = stock.embeds, stock.embedded
+    stock = steps.stock
+    cut_layer = steps.state.cut_layer
+    embeds = stock.embeds
+    embedded = stock.embedded
     if embeds is not None:
         embeds = embeds[stock.index]
     if embedded is not None:

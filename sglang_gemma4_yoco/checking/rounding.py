@@ -20,8 +20,9 @@ _OF_SUMS = 64 * torch.finfo(torch.float32).eps
 TF32 = 2.0**-10  # to which Triton's products round fp32 on a GPU
 # Bound of one row, in bounds of all rows: it has few numbers, so the error of one weighs more.
 _ONE_ROW = 6.0
-# Bounds of how much N numbers are too large on average. Roundings go up and down, which leaves one
-# in sqrt(N); three times that, for large ones weigh more, and some run is the worst.
+# Bounds of the part of N errors that makes all numbers larger or smaller. Roundings go up and down,
+# which leaves one in sqrt(N); three times that, for large ones weigh more, and some run is the
+# worst. It is relative to ``size`` too: rounding may be a large part of a sum that cancels.
 _DRIFT, _OF_FEW = 1 / 16, 3.0
 # What is near 0 still has the roundings of what was added up to it; see ``sizes``.
 _FLOOR = 0.25
@@ -97,11 +98,13 @@ def compare(
         size = measure_sizes(expected)
     size = size.clamp_min(_TINY)
     right = expected.float().flatten(0, -2)
-    error, right = (found.float().flatten(0, -2) - right) / size, right / size
+    error = (found.float().flatten(0, -2) - right) / size
+    right = right / size
     of_rows = error.square().mean(dim=-1)
-    drift = (error * right).sum() / right.square().sum().clamp_min(_TINY)
+    drift = (error * right).mean() / right.square().mean().sqrt().clamp_min(_TINY)
     errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs()])
-    bound, few = roundings * get_unit(rounded), _OF_FEW / math.sqrt(independent or error.numel())
+    bound = roundings * get_unit(rounded)
+    few = _OF_FEW / math.sqrt(independent or error.numel())
     bounds = (bound, _ONE_ROW * bound, (_DRIFT + few) * bound)
     numbers = errors.nan_to_num(math.inf, posinf=math.inf).tolist()
     both = zip(numbers, bounds, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_gemma4_yoco.checking import rounding
+from sglang_gemma4_yoco.checking import layerwise, rounding
 from sglang_gemma4_yoco.checking.rounding import Difference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -128,6 +129,38 @@ def test_a_row_that_cancels_rounds_as_its_parts_do(seed: int, dtype: torch.dtype
     )
     assert compared(one, other, 1.0, size=size).is_rounding
     assert not compared(one, other, 1.0, size=own).is_rounding
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_values_of_fp32_that_cancel_in_many_heads(seed: int) -> None:
+    """A sum of values of size 1 has their roundings; here the sizes of other heads are no help.
+
+    Two kernels differ by the order in which they sum up. A request of 42 tokens has been seen whose
+    values cancelled to a thousandth, and whose error was twice what was allowed.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(1, 42, 8, 64, generator=draw).double()
+    values[:, 21:] = 1e-3 * values[:, 21:] - values[:, :21]
+    values = values.float()
+    one = values.mean(dim=1)
+    other = (values[:, 0::2].sum(dim=1) + values[:, 1::2].sum(dim=1)) / 42
+    a_key_less = values[:, 1:].mean(dim=1)
+    assert one.square().mean().sqrt() < 2e-3
+
+    def mean_differs(found: torch.Tensor) -> Difference:
+        stock = layerwise.Stock(torch.arange(1), {(layerwise._MEAN, 0): one.flatten(1)})
+        attention = SimpleNamespace(tp_q_head_num=8)
+        layers: list[Any] = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
+        state: Any = SimpleNamespace(cut_layer=0)
+        cached: Any = None
+        steps = layerwise._StepComparer(state, stock, cached, layers, set())
+        steps.visit(layerwise._MEAN, 0, found.flatten(1).clone())
+        return steps.found[0]
+
+    assert mean_differs(other).is_rounding
+    assert mean_differs(a_key_less).excess > 1000
+    own = rounding.measure_sizes(one[0], dim=-1)
+    assert not compared(one[0], other[0], 1.0, size=own).is_rounding
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
