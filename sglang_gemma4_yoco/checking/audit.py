@@ -159,10 +159,13 @@ def _compare_both_logits(
     rows: torch.Tensor, logits: torch.Tensor, stock: Any, forced: Any
 ) -> list[Difference]:
     found = [layerwise.compare_logits(logits, forced.next_token_logits, rows=rows)]
-    expected, other = stock.input_token_logprobs, forced.input_token_logprobs
+    expected = stock.input_token_logprobs
+    other = forced.input_token_logprobs
     if expected is not None and expected.numel():
-        expected, other = expected[:, None], other[:, None]
-        size, what = logits.float().square().mean(dim=-1).sqrt().mean(), "input log-probabilities"
+        expected = expected[:, None]
+        other = other[:, None]
+        size = logits.float().square().mean(dim=-1).sqrt().mean()
+        what = "input log-probabilities"
         # 6 roundings: a logit minus the logsumexp of all.
         found.append(rounding.compare(what, expected, other, 6.0, size=size, rounded=rows))
     return found

@@ -267,7 +267,8 @@ class _StepComparer:
         if step in (_QUERIES, _ATTENTION, _MEAN):
             attention = self.layers[layer].self_attn.attn
             heads = len(found) * attention.tp_q_head_num
-            expected, found = expected.reshape(heads, -1), found.reshape(heads, -1)
+            expected = expected.reshape(heads, -1)
+            found = found.reshape(heads, -1)
             if step != _QUERIES:
                 least = _OF_VALUES / rounding.get_unit(expected)
                 size = rounding.measure_sizes(expected, dim=-1).clamp_min(least)
@@ -296,7 +297,8 @@ class _StepComparer:
         Scores are sums of head_dim products, in fp32, and Gemma 4 does not scale them: in sharp
         heads scores and their errors are large, and a softmax can double the errors.
         """
-        queries, width = self.stock.kept[_QUERIES, layer], attention.qk_head_dim
+        queries = self.stock.kept[_QUERIES, layer]
+        width = attention.qk_head_dim
         donor = self.layers[attention.layer_id].self_attn
         norms = queries.float().reshape(-1, width).norm(dim=-1).max()
         eps = _EPS

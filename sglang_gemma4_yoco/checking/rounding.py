@@ -24,7 +24,7 @@ _ONE_ROW = 6.0
 # which leaves one in sqrt(N); three times that, for large ones weigh more, and some run is the
 # worst. It is relative to ``size`` too: rounding may be a large part of a sum that cancels.
 _DRIFT, _OF_FEW = 1 / 16, 3.0
-# What is near 0 still has the roundings of what was added up to it; see ``sizes``.
+# What is near 0 still has the roundings of what was added up to it; see ``measure_sizes``.
 _FLOOR = 0.25
 _TINY = torch.finfo(torch.float32).tiny  # instead of 0, to divide by
 
@@ -79,7 +79,7 @@ def compare(
     independent: int | None = None,
     rounded: torch.Tensor | None = None,
 ) -> Difference:
-    """The worst error of ``found``: of all its numbers, of one row, and on average.
+    """The worst error of ``found``: of all its numbers, of one row, and what they share.
 
     It is read from the device. Both are [..., channels], of one type.
 

@@ -135,8 +135,10 @@ class BothPaths:
 
     def __init__(self, state: ModelState, synthetic: SyntheticRequests) -> None:
         """Watch stock."""
-        self._state, self._requests = state, synthetic
-        lens, device = synthetic.lens, synthetic.requests[0].ids.device
+        self._state = state
+        self._requests = synthetic
+        lens = synthetic.lens
+        device = synthetic.requests[0].ids.device
         # One request with several rows, one with its last alone, one with all.
         self._starts = [*lens[:-1], 0]
         self._starts[0] = 2
@@ -160,7 +162,8 @@ class BothPaths:
             NotComparableError: a batch that should have been cut was not.
             FastPathError: a forward failed.
         """
-        lens, captured = self._requests.lens, self._state.captured
+        lens = self._requests.lens
+        captured = self._state.captured
         last = KeptRows.suffixes(lens, lens)
         suffixes = KeptRows.suffixes(lens, lens, self._starts)
         with replaced(self._state, captured=None):

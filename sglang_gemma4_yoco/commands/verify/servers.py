@@ -79,7 +79,7 @@ class Server:
 
     def stop(self) -> None:
         """End all of its processes, with signals that end this command ignored meanwhile."""
-        ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
         before = {number: signal.signal(number, signal.SIG_IGN) for number in ending}
         try:
             for number, patience in ((signal.SIGTERM, self.PATIENCE), (signal.SIGKILL, None)):

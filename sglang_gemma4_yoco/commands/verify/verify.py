@@ -56,7 +56,7 @@ ALONE, AT_ONCE, TIMED = "one at a time", "several at once", "timed"
 AGAIN, CACHED = "again", "from the prefix cache"
 ALONE_AGAIN, TIMED_AGAIN = f"{ALONE}, {AGAIN}", f"{TIMED}, {AGAIN}"
 _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
-_OWN_FLAGS = ("--model-path", "--model=", "--device", "--ssl-")
+_OWN_FLAGS = ("--model-path", "--model=", "--model ", "--device", "--ssl-")
 
 Answers = list[tuple[Prompt, Answer]]
 Pairs = Sequence[tuple[Answers, Answers]]
@@ -315,7 +315,7 @@ def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Foun
     flags = ["--model-path", args.model_path, *args.server_args]
     together = args.servers == "together" or (args.servers, args.device) == ("auto", "cpu")
     for flag in args.server_args:
-        if flag.startswith(_OWN_FLAGS):
+        if f"{flag} ".startswith(_OWN_FLAGS):
             raise CommandError(
                 f"{flag}: verify has a --model-path and a --device of its own, and speaks http to "
                 "its servers: leave it out behind --"

@@ -356,6 +356,7 @@ def test_the_switch_is_checked(
         (["--", "--ssl-certfile", "x"], "--ssl-certfile: verify has a --model-path and a --device"),
         (["--", "--device=cuda"], "--device=cuda: verify has a --model-path and a --device of"),
         (["--", "--model-path", "other"], "--model-path: verify has a --model-path and a"),
+        (["--", "--model", "other"], "--model: verify has a --model-path and a --device"),
     ],
 )
 def test_what_cannot_be_verified(
