@@ -139,28 +139,25 @@ def test_values_of_fp32_that_cancel_in_many_heads(seed: int) -> None:
     values cancelled to a thousandth, and whose error was twice what was allowed.
     """
     draw = torch.Generator().manual_seed(seed)
-    values = torch.randn(1, 42, 8, 64, generator=draw).double()
-    values[:, 21:] = 1e-3 * values[:, 21:] - values[:, :21]
+    values = torch.randn(42, 8, 64, generator=draw).double()
+    values[21:] = 1e-3 * values[21:] - values[:21]
     values = values.float()
-    one = values.mean(dim=1)
-    other = (values[:, 0::2].sum(dim=1) + values[:, 1::2].sum(dim=1)) / 42
-    a_key_less = values[:, 1:].mean(dim=1)
+    one = values.mean(dim=0)
+    other = (values[0::2].sum(dim=0) + values[1::2].sum(dim=0)) / 42
+    a_key_less = values[1:].mean(dim=0)
     assert one.square().mean().sqrt() < 2e-3
+    attention = SimpleNamespace(tp_q_head_num=8)
+    layers: list[Any] = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
+    unused: Any = None
+    steps = layerwise._StepComparer(unused, layerwise.Stock(torch.arange(1)), unused, layers, set())
 
     def mean_differs(found: torch.Tensor) -> Difference:
-        stock = layerwise.Stock(torch.arange(1), {(layerwise._MEAN, 0): one.flatten(1)})
-        attention = SimpleNamespace(tp_q_head_num=8)
-        layers: list[Any] = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
-        state: Any = SimpleNamespace(cut_layer=0)
-        cached: Any = None
-        steps = layerwise._StepComparer(state, stock, cached, layers, set())
-        steps.visit(layerwise._MEAN, 0, found.flatten(1).clone())
-        return steps.found[0]
+        return steps._compare(layerwise._MEAN, 0, one.reshape(1, -1), found.reshape(1, -1))
 
     assert mean_differs(other).is_rounding
     assert mean_differs(a_key_less).excess > 1000
-    own = rounding.measure_sizes(one[0], dim=-1)
-    assert not compared(one[0], other[0], 1.0, size=own).is_rounding
+    own = rounding.measure_sizes(one, dim=-1)
+    assert not compared(one, other, 1.0, size=own).is_rounding
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
