@@ -23,7 +23,7 @@ Two look at forwards in a process of their own:
     profile   time of host and device in a prefill, and its kernels; the only part that needs CUPTI
 
 Output contract: each part prints what its script prints, and writes ``benchmark/results/
-gpu_PART_MODEL_DEVICE.json`` after each measurement. ``scripts/docs/results.py --write`` makes
+gpu_PART_MODEL_DEVICE.json`` after each measurement. ``scripts/tables.py --write`` makes
 tables of these files. Exit status: 0 if all parts were measured; 1 if one was not.
 
     python scripts/bench_gpu.py --preset E2B
@@ -94,18 +94,18 @@ def assert_cut(engine: Any, batch: Any, length: int) -> None:
 
 
 def peak_memory(engine: Any, batch: Any, way: str) -> dict[str, Any]:
-    """Bytes that a second prefill takes at its peak beyond what is in use before it."""
+    """MiB that a second prefill takes at its peak beyond what is in use before it."""
     import torch
 
     from scripts.bench.bench_prefill import timed
 
     timed(engine, batch, way)
     if engine.runner.device == "cpu":  # where PyTorch does not count them
-        return {"peak_bytes": 0}
+        return {"peak_mib": 0.0}
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     timed(engine, batch, way)
-    return {"peak_bytes": torch.cuda.max_memory_allocated() - before}
+    return {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
 
 
 def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:

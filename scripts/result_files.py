@@ -1,13 +1,13 @@
-"""Files of results: where a measurement comes from, and what is written of it."""
+"""Files of results: where a measurement comes from; they are written and read."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,9 @@ def device_name(device: str) -> str:
 
 
 def origin() -> dict[str, str]:
-    """Where a result comes from: command, commit, package and machine."""
-    return {
-        "command": command_without_secrets(["python", *sys.argv]),
-        "commit": commit(),
-        "package": package_of(),
-        "machine": platform.machine(),
-    }
+    """Where a result comes from: command, commit, date and machine."""
+    command = command_without_secrets(["python", *sys.argv])
+    return {"command": command, **checkout(), "machine": platform.machine()}
 
 
 def begin_result(model: str, device: str, dtype: str) -> dict[str, Any]:
@@ -47,28 +43,25 @@ def begin_result(model: str, device: str, dtype: str) -> dict[str, Any]:
     return {**origin(), **about, "sglang": version("sglang")}
 
 
-def commit() -> str:
-    """The checkout's last commit, with ``-dirty`` if more than measurements has changed since."""
+def checkout() -> dict[str, str]:
+    """Today's date, and the last commit: ``-dirty`` if more than measurements has changed since."""
 
     def git(*command: str) -> str:
         words = ("git", *command, "--", ".", ":(exclude)benchmark")
         return subprocess.run(words, cwd=REPO, capture_output=True, text=True).stdout.strip()
 
-    found = git("log", "-1", "--format=%h", "--abbrev=12") or "unknown"
+    commit = git("log", "-1", "--format=%h", "--abbrev=12") or "unknown"
     if git("status", "--porcelain"):
-        found += "-dirty"
+        commit += "-dirty"
+    return {"commit": commit, "date": time.strftime("%Y-%m-%d")}
+
+
+def load_results(pattern: str) -> list[dict[str, Any]]:
+    """Return the result files whose names match, each with its name as ``file``."""
+    found = []
+    for path in sorted(RESULTS.glob(pattern)):
+        found.append(json.loads(path.read_text()) | {"file": path.name})
     return found
-
-
-def package_of(folder: Path = REPO / "sglang_gemma4_yoco") -> str:
-    """What the package in ``folder`` is, in twelve digits, committed or not; data files count."""
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir() or "__pycache__" in path.parts:
-            continue
-        content = path.read_bytes()
-        found.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:12]
 
 
 def write_whole(path: Path, text: str) -> None:

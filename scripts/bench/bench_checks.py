@@ -11,8 +11,7 @@ its own bound and several times over::
     python scripts/bench/bench_checks.py --models 12 --only tiny        # a few minutes
     TRITON_INTERPRET=1 python scripts/bench/bench_checks.py --triton    # on SGLang's Triton backend
 
-``--resume`` goes on after a run that was cut short: it keeps the groups of models that the file
-has as a whole, if they ran on the same package.
+The file has what was found so far after each group of models of one shape and type.
 
 Output contract: a line for each model and for each breakage on stdout; the last line is one JSON
 document. The exit status is 1 after a false alarm, or if something broken was not found; 2 if the
@@ -39,7 +38,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 
 from scripts.command_line import failed, new_parser
 from scripts.environment import REPO, SetupError
-from scripts.result_files import origin, package_of, write_result
+from scripts.result_files import origin, write_result
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
 
 if TYPE_CHECKING:
@@ -86,35 +85,6 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def earlier_results(document: dict[str, Any], wanted: Sequence[Group]) -> list[Result]:
-    """The results of an earlier run, of those ``wanted`` groups that it has as a whole.
-
-    Raises:
-        SetupError: the earlier run was of another package.
-    """
-    from scripts.bench.checked_models import Result
-
-    package = package_of()
-    if document["package"] != package:
-        raise SetupError(
-            f"these results are of package {document['package']}, and this is {package}: "
-            "leave out --resume to begin anew."
-        )
-    kept: list[Result] = []
-    for group in wanted:
-        found = []
-        for values in document["results"]:
-            if values["model"] == group.shape and values["dtype"] == group.dtype:
-                factors = values["found"]
-                for name, factor in factors.items():
-                    if factor == INFINITE:
-                        factors[name] = math.inf
-                found.append(Result(**values))
-        if len(found) == group.count:
-            kept += found
-    return kept
-
-
 def finite(value: Any) -> Any:
     """``value`` for JSON, with a word for what is infinite."""
     if isinstance(value, dict):
@@ -136,10 +106,7 @@ def parse_arguments() -> Namespace:
     add("--only", default="", help="shapes with this in their name")
     add("--triton", action="store_true", help="on SGLang's Triton backend")
     add("--results", type=Path, help="where to put the results, as JSON")
-    add("--resume", action="store_true", help="go on with the file of --results")
     args = parser.parse_args()
-    if args.resume and args.results is None:
-        parser.error("--resume goes on with a file: name it with --results")
     if args.triton and os.environ.get("TRITON_INTERPRET") != "1":
         parser.error("--triton needs TRITON_INTERPRET=1: without it SGLang has no Triton on a CPU")
     return args
@@ -153,15 +120,8 @@ def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     about = origin()  # before its own file is a change of the checkout
     results: list[Result] = []
     wanted = checked_models.groups(args.only, args.models, args.triton)
-    if args.resume:
-        earlier = json.loads(args.results.read_text())
-        began -= earlier["seconds"]
-        results = earlier_results(earlier, wanted)
-        about["resumed_from"] = earlier["commit"]
-        done = {(result.model, result.dtype) for result in results}
-        wanted = [group for group in wanted if (group.shape, group.dtype) not in done]
     if not wanted:
-        raise SetupError("no model is left to run: there is none of this name, or all have run")
+        raise SetupError(f"no shape has {args.only!r} in its name")
     with ThreadPoolExecutor(2) as pool:
         for found in pool.map(in_a_process_of_its_own, wanted):
             results += found

@@ -13,7 +13,7 @@ to release for the CPU platform: their tests run with the newest one only, in ev
 
 Output contract: the last line for each release is ``sglang VERSION: passed`` or ``failed``, with
 counts. What passed goes to ``benchmark/results/version_matrix.json``, of which
-``scripts/docs/results.py --write`` makes the table of docs/compatibility.md. Exit status: 0 if all
+``scripts/tables.py --write`` makes the table of docs/compatibility.md. Exit status: 0 if all
 passed, 1 if one did not.
 """
 
@@ -32,7 +32,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 
 from scripts.command_line import heading, new_parser
 from scripts.environment import REPO, run
-from scripts.result_files import RESULTS, commit, package_of, write_whole
+from scripts.result_files import RESULTS, checkout, write_whole
 from sglang_gemma4_yoco.commands.console import say
 
 VERSIONS = tuple(f"0.5.{patch}" for patch in range(17, 24))
@@ -76,8 +76,7 @@ def try_release(version: str, folder: Path) -> dict[str, Any]:
             found["failed"] = max(found["failed"], broken)
             found["passed"] += int(suite.get("tests", 0)) - int(suite.get("skipped", 0)) - broken
     shutil.rmtree(venv, ignore_errors=True)
-    seconds = round(time.monotonic() - began)
-    return found | {"seconds": seconds, "commit": commit(), "package": package_of()}
+    return found | {"seconds": round(time.monotonic() - began), **checkout()}
 
 
 def main() -> int:

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from scripts import bench_gpu, result_files
+from scripts import bench_gpu, result_files, tables
 from scripts.bench import bench_latency, bench_prefill
-from scripts.docs import results
 from scripts.environment import REPO
 from sglang_gemma4_yoco import counters
 
@@ -88,7 +87,7 @@ def test_every_part_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert point["replayed"]["on replayed"]["path"] == counters.EXIT_CAPTURED
     [point] = found["profile"]["points"]
     assert point["on"]["kernels"] > 0
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    for name, made in results.PARTS.items():
-        if name.startswith("gpu"):
-            assert "E2B_TINY" in made(), name
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    for table in tables.TABLES:
+        if table.part.startswith("gpu"):
+            assert "E2B_TINY" in "".join(table.lines()), table.part

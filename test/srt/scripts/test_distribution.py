@@ -48,7 +48,7 @@ def run(*command: str | Path) -> str:
 def built(uv: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel, made of the source distribution."""
     folder, copy = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("checkout")
-    # Of a copy: building writes into the checkout, where test_help sees that nobody writes.
+    # Of a copy: building writes into the checkout.
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, copy)
     shutil.copytree(REPO / NAME, copy / NAME, ignore=shutil.ignore_patterns("__pycache__"))

@@ -130,11 +130,3 @@ def test_outcomes_that_are_explained_are_counted(page: str, after: str) -> None:
         if isinstance(value, str):
             counted.add(metrics.make_label(value))
     assert {*quotes_in(page, after, 0)} <= counted
-
-
-def test_the_example_of_a_fallback_can_be_logged() -> None:
-    """For a batch: other reasons are of a whole server, and logged otherwise."""
-    page = (REPO / "docs" / "operating.md").read_text()
-    [reason] = re.findall("`Gemma 4 fast prefill falls back to stock: ([^`]+)`", page)
-    assert reason == eligibility.IMAGE_LOGPROBS
-    assert eligibility.is_logged(reason)

@@ -20,14 +20,13 @@ from harness.ask import (
     generate,
     tokens,
 )
+from harness.documented import sample
 from harness.layer_rows import FIRST_CUT
 from harness.server import CAPTURED_ROWS as ROWS
 from harness.server import CHUNK, Pair, Server
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import metrics
-
-DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 @pytest.fixture
@@ -67,15 +66,13 @@ def keys_and_types(state: dict[str, Any]) -> dict[str, Any]:
 def test_the_samples_in_the_documents(captured_server: Server) -> None:
     """A server writes such lines, and such an entry."""
     generate(captured_server, tokens(50, seed=2))
-    page = (DOCS / "operating.md").read_text()
-    [sample] = re.findall("sample of the log: begin -->\n```text\n(.*?)```", page, re.DOTALL)
     lines = set()
     for line in captured_server.log_lines("Gemma 4 fast prefill"):
         lines.add(general(line[line.index("Gemma 4 fast prefill") :]))
-    assert {general(line) for line in sample.splitlines()} <= lines
+    assert {general(line) for line in sample("the log").splitlines()} <= lines
     [process] = captured_server.states()
     state = process[metrics.ENTRY]
-    [shown] = json.loads((DOCS / "status_sample.json").read_text())["schedulers"]
+    [shown] = json.loads(sample("status").rpartition("\n")[0])
     assert keys_and_types(state) == keys_and_types(shown)
     for name in ("cut", "tail"):
         assert general(state[name]) == general(shown[name])

@@ -18,6 +18,7 @@ from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
 from harness import typed_secrets
 from harness.doctor import Answer, doctor, environment
+from harness.documented import sample
 from harness.other_plugins import AROUND, plugin
 from harness.server import python_path
 from harness.stand_ins import prefill_graphs
@@ -93,12 +94,10 @@ def test_the_sample_in_the_documents(tmp_path: Path) -> None:
     write_checkpoint(model, PRESETS["E2B"], weights=False)
     command_line = "--model-path ./models/gemma-4-E2B-it -- --device cpu"
     [answer], _ = doctor(tmp_path, command_line.split())
-    page = (Path(__file__).resolve().parents[3] / "docs" / "operating.md").read_text()
-    [sample] = re.findall("sample of doctor: begin -->\n```text\n(.*?)```", page, re.DOTALL)
-    head, _, sample = sample.partition("\n")
+    head, _, printed = sample("doctor").partition("\n")
     assert head == f"$ sglang-gemma4-yoco doctor {command_line}"
     shown = []
-    for text in (answer.out, sample):
+    for text in (answer.out.rstrip("\n"), printed):
         text = re.sub(r"^(  (?:torch|python) +)\S+$", r"\1...", text, flags=re.MULTILINE)
         shown.append(re.sub(r"gemma4_(?:row_trace|tail_failures), ", "", text))
     assert shown[0] == shown[1]

@@ -23,6 +23,7 @@ import pytest
 
 from harness import forked
 from harness.doctor import environment
+from harness.documented import sample
 from harness.server import (
     Server,
     changed_package,
@@ -161,6 +162,11 @@ def test_every_kind_of_prompt_is_sent_and_compared(demonstrated: Done) -> None:
     assert document["rounds"][verify.ALONE][counters.TAIL_SKIPPED] > 0
 
 
+def words_in(text: str) -> set[str]:
+    """The lines of a text without numbers, and without the spaces that align them."""
+    return {re.sub(r"[\d.e+-]*\d|\s", "", line) for line in text.splitlines()}
+
+
 def test_what_people_see(demonstrated: Done) -> None:
     document = document_of(demonstrated)
     pair = r"questions:\n  stock: '(.+)'\n  fast:  '(.+)'\n"
@@ -168,6 +174,8 @@ def test_what_people_see(demonstrated: Done) -> None:
     assert stock == fast
     for words in ("Fast prefill was active", "the answers agree", "256", "2/2"):
         assert words in demonstrated.stdout, words
+    # The sample is of another model, with other numbers.
+    assert words_in(sample("verify")) <= words_in(demonstrated.stdout)
     assert re.search(r"timed: \d+ requests", demonstrated.stdout)
     output = Path(document["output"])
     assert json.loads((output / "verify.json").read_text()) == document

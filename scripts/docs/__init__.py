@@ -1,1 +1,0 @@
-"""What checks pages, and writes them."""

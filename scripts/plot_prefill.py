@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Draw how many times as fast a prefill is, by length, model and batch: benchmark/prefill.svg.
+
+The picture shows stock's time divided by that of fast prefill, against the prompt length, with the
+20th to 80th percentile as a bar; and its ceiling, stock's time divided by that of a prefill without
+the tail, as a dashed line of the same colour. It is drawn from the result files
+``prefill_*.json``, for light and for dark pages (prefill_dark.svg). Needs Matplotlib, of which each
+release draws another file.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import defaultdict
+from typing import Any
+
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
+
+from scripts.command_line import new_parser
+from scripts.result_files import RESULTS, load_results
+
+#: The pictures, and Matplotlib's style of each.
+PICTURES = {
+    RESULTS.with_name("prefill.svg"): "default",
+    RESULTS.with_name("prefill_dark.svg"): "dark_background",
+}
+
+
+def find_lines() -> dict[str, list[dict[str, Any]]]:
+    """Return measured points by their line's label, in the order of their lengths."""
+    found = defaultdict(list)
+    for document in load_results("prefill_*.json"):
+        model = document["model"].removesuffix("_MINI")
+        for point in document["points"]:
+            prompts = point["load"]["batch_size"]
+            found[f"proportions of {model}, batch of {prompts}"].append(point)
+    for points in found.values():
+        points.sort(key=lambda point: int(point["load"]["length"]))
+    return dict(sorted(found.items()))
+
+
+def draw(style: str) -> str:
+    """Return the picture in one of Matplotlib's styles: an SVG without a background."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with mpl.rc_context(), plt.style.context(style):
+        mpl.rcParams["svg.hashsalt"] = "prefill"  # the same file from the same data
+        figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+        for label, points in find_lines().items():
+            draw_line(axes, label, points)
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        axes.set(xlabel="length of each prompt, tokens", ylabel="time of prefill, stock / fast")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.legend(fontsize="small", ncols=2)
+        output = io.StringIO()
+        figure.savefig(output, format="svg", metadata={"Date": None}, transparent=True)
+        plt.close(figure)
+    return output.getvalue()
+
+
+def draw_line(axes: Any, label: str, points: list[dict[str, Any]]) -> None:
+    """Draw ratio and ceiling of one model and batch size."""
+    lengths, ratios, below, above = [], [], [], []
+    for point in points:
+        lengths.append(point["load"]["length"])
+        ratios.append(point["ratio"])
+        # The slowest fifth of off against the fastest fifth of on, and the other way round.
+        below.append(point["ratio"] - point["off"]["p20"] / point["on"]["p80"])
+        above.append(point["off"]["p80"] / point["on"]["p20"] - point["ratio"])
+    drawn = axes.errorbar(lengths, ratios, [below, above], marker="o", capsize=3, label=label)
+    ceilings = [point["ceiling"] for point in points]
+    colour = drawn.lines[0].get_color()
+    axes.plot(lengths, ceilings, "--", color=colour, label=f"{label}: ceiling")
+
+
+def main() -> None:
+    """Write the pictures."""
+    new_parser(__doc__).parse_args()
+    for picture, style in PICTURES.items():
+        picture.write_text(draw(style))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+#!/usr/bin/env python3
+"""Write the tables of the documents, from result files and from tables of the package.
+
+``TABLES`` has them all. Each is a part of a page, between two marker lines. Its head is the page's
+own; the rows are written, and below them the commit, the date and the command of each result file.
+Sentences are neither written nor compared.
+
+Checks the pages, or with ``--write`` writes them; the exit status is 1 if one is out of date. Needs
+an environment with SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
+
+from scripts.command_line import new_parser
+from scripts.environment import REPO
+from scripts.result_files import RESULTS, load_results
+from sglang_gemma4_yoco.commands.console import say
+
+Document = dict[str, Any]
+Rows = Iterator[Sequence[object]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page.
+
+    Attributes:
+        page: its path in the repository.
+        part: the name in the marker lines.
+        rows: returns the rows; of a table of result files, those of one file.
+        files: which result files; None if ``rows`` finds its source itself.
+        origins: whether the origins of the files follow.
+    """
+
+    page: str
+    part: str
+    rows: Callable[..., Rows]
+    files: str | None = None
+    origins: bool = True
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines below the head."""
+        if self.files is None:
+            yield from map(format_row, self.rows())
+            return
+        documents = load_results(self.files)
+        for document in documents:
+            yield from map(format_row, self.rows(document))
+        if documents and self.origins:
+            yield ""
+            yield from map(format_origin, documents)
+
+
+def format_row(cells: Iterable[object]) -> str:
+    """Return a row in Markdown."""
+    escaped = (str(cell).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def format_origin(document: Document) -> str:
+    """Return where a result file comes from."""
+    about = f"- `{document['file']}`, {document['date']}, commit `{document['commit']}`"
+    if "device" in document:
+        about += f", SGLang {document['sglang']}, {document['device']}"
+    return f"{about}: `{document['command']}`"
+
+
+def format_pair(off: float, on: float, digits: int = 0) -> str:
+    """Return ``stock / fast``."""
+    return f"{off:.{digits}f} / {on:.{digits}f}"
+
+
+def format_times(seconds: dict[str, float]) -> str:
+    """Return ``median (p20-p80)`` in milliseconds."""
+    median, low, high = (1e3 * seconds[name] for name in ("median", "p20", "p80"))
+    return f"{median:.1f} ({low:.1f}-{high:.1f})"
+
+
+# ---------------------------------------------------------------- from the package
+
+
+def list_settings() -> Rows:
+    """Yield every environment variable: its default, its values, and its meaning."""
+    from sglang_gemma4_yoco import settings
+
+    for name, one in settings.VARIABLES.items():
+        accepted = one.metadata["kind"].accepted
+        yield f"`{name}`", settings.unset(one), accepted, one.metadata["help"]
+
+
+def list_methods() -> Rows:
+    """Yield the methods of SGLang's classes that are wrapped."""
+    from sglang_gemma4_yoco.loading import patch
+
+    for patched, name in patch.WRAPPED:
+        yield f"`{patched.__module__}.{patched.__name__}`", f"`{name}`"
+
+
+# ---------------------------------------------------------------- one prefill
+
+
+def list_ratios(document: Document) -> Rows:
+    """Yield one row: ratios and ceilings by length."""
+    found = {}
+    for point in document["points"]:
+        found[point["load"]["length"]] = f"{point['ratio']:.1f}x of {point['ceiling']:.1f}x"
+    yield document["model"].removesuffix("_MINI"), found[128], found[512], found[2048]
+
+
+def list_prefills(document: Document) -> Rows:
+    """Yield batches: times off and on, their ratio, its ceiling, and what ran."""
+    for point in document["points"]:
+        load, off, on = point["load"], format_times(point["off"]), format_times(point["on"])
+        batch = f"{load['batch_size']} x {load['length']} tokens"
+        if load["decoding"]:
+            batch += f", {load['decoding']} decoding"
+        if load["read"]:
+            batch += f", {load['read']:.0%} read"
+        ratio = f"{point['ratio']:.2f} of {point['ceiling']:.2f}"
+        yield document["model"], batch, off, on, ratio, point["path"]
+
+
+def list_gates(document: Document) -> Rows:
+    """Yield one row: what the package adds to forwards that it leaves alone."""
+    gate = document["gate"]
+    yield f"`{document['file']}`", gate["ineligible_prefill_us"], gate["decode_us"]
+
+
+def list_host(document: Document) -> Rows:
+    """Yield what the host does in each way."""
+    for point in document["points"]:
+        batch = f"{document['model']}, {point['load']['length']} tokens"
+        for way, work in point["host"].items():
+            share = work["operations"] / point["host"]["off"]["operations"]
+            counts = [work[name] for name in ("replays", "triton_launches", "device_reads")]
+            yield batch, way, f"{work['operations']} ({share:.0%})", *counts
+
+
+def list_replayed(document: Document) -> Rows:
+    """Yield prefills that SGLang replays, beside eager ones."""
+    for point in document["points"]:
+        for way, seen in point["replayed"].items():
+            if seen["times"]:  # on a GPU
+                eager = format_times(point[way.removesuffix(" replayed")])
+                replayed, length = format_times(seen["times"]), point["load"]["length"]
+                yield document["model"], length, way, seen["same_tokens"], eager, replayed
+
+
+def list_forwards(names: Sequence[str], document: Document) -> Rows:
+    """Yield figures of single forwards, off and on."""
+    for point in document["points"]:
+        pairs = [format_pair(point["off"][name], point["on"][name], 1) for name in names]
+        yield document["model"], point["length"], *pairs
+
+
+# ---------------------------------------------------------------- servers and checks
+
+
+def list_loads(document: Document) -> Rows:
+    """Yield times of requests over HTTP, stock and fast."""
+    for point in document["points"]:
+        off, on = point["off"], point["on"]
+        load = f"{document['model']}, {point['rate']:g} requests/s, mixed chunks {point['mixed']}"
+        cells = [format_pair(statistics.median(off["seconds"]), statistics.median(on["seconds"]))]
+        for kind, percentile in product(("ttft_ms", "itl_ms"), ("50", "95")):
+            cells.append(format_pair(off[kind][percentile], on[kind][percentile]))
+        yield load, *cells
+
+
+def list_random_traffic(document: Document) -> Rows:
+    """Yield what a stock server and a fast one made of the same random requests."""
+    stock, *others = document["passes"]
+    for fast, compared in zip(others, document["comparisons"], strict=True):
+        seconds, share = format_pair(stock["seconds"], fast["seconds"]), fast["eligible_share"]
+        differ = f"{len(compared['differences'])} of {compared['answered']:,}"
+        largest = f"{compared['largest_difference']:.1e} of {compared['compared_logprobs']:,}"
+        yield seconds, f"{share:.0%}", fast["replays"], fast["injected"], differ, largest
+
+
+def list_alarms(document: Document) -> Rows:
+    """Yield what the checks report of the unbroken package."""
+    for kind, tried in (("check", "models"), ("audits", "audited"), ("proofs", "proved")):
+        found = (document["false_alarms"][kind], document["largest"][kind])
+        yield f"`{document['file']}`", kind, document[tried], *found
+
+
+def list_breakages(document: Document) -> Rows:
+    """Yield what the check at start has found of each breakage."""
+    for name, found in document["breakages"].items():
+        yield name, found["on"], found["models"], found["smallest"]
+
+
+def list_costs(document: Document) -> Rows:
+    """Yield what the check at start and an audit cost, in stock forwards."""
+    for model, cost in document["cost"].items():
+        audit = (cost["audited_ms"] - cost["fast_ms"]) / cost["stock_ms"]
+        yield model, f"{cost['check_in_small_stock_prefills']:.0f}", f"{audit:.1f}"
+
+
+def list_releases() -> Rows:
+    """Yield the releases of SGLang that have passed."""
+    columns = ("sglang", "torch", "python", "passed", "skipped", "date", "commit")
+    for release in json.loads((RESULTS / "version_matrix.json").read_text()):
+        yield [release[name] for name in columns]
+
+
+# ---------------------------------------------------------------- predicted
+
+
+def load_predicted(name: str) -> dict[str, Any]:
+    """Return what a model gives for a GPU, by model and length (benchmark/on_a_gpu.md)."""
+    found: dict[str, Any] = json.loads((REPO / "benchmark" / name).read_text())
+    return found
+
+
+def list_predicted() -> Rows:
+    """Yield the least and the most ratio, by length."""
+    for model, ranges in load_predicted("predicted_ranges_h100.json").items():
+        yield model, *(f"{least:.2f} to {most:.2f}" for least, most in ranges.values())
+
+
+def list_predicted_ms() -> Rows:
+    """Yield milliseconds with and without SGLang's captured prefills."""
+    for model, lengths in load_predicted("predicted_h100.json").items():
+        for length, ms in lengths.items():
+            yield model, length, ms["off"], ms["off replayed"], ms["on"], ms["on replayed"]
+
+
+README, SUMMARY, LONG = "README.md", "benchmark/README.md", "benchmark/results/README.md"
+PROFILE = ("host_ms", "whole_ms", "device_idle_ms", "kernels")
+TABLES = (
+    Table(README, "measured", list_ratios, "prefill_*mini_cpu_*.json", origins=False),
+    Table(README, "predicted", list_predicted),
+    Table("docs/settings.md", "settings", list_settings),
+    Table("docs/upstream.md", "methods", list_methods),
+    Table("docs/compatibility.md", "releases", list_releases),
+    Table("docs/prefill_graphs.md", "predicted ms", list_predicted_ms),
+    Table("benchmark/on_a_gpu.md", "predicted", list_predicted),
+    Table(SUMMARY, "prefill", list_ratios, "prefill_*mini_cpu_*.json", origins=False),
+    Table(SUMMARY, "random traffic", list_random_traffic, "random_workload_*.json"),
+    Table(SUMMARY, "latency", list_loads, "latency_*.json"),
+    Table(SUMMARY, "alarms", list_alarms, "checks_*.json", origins=False),
+    Table(SUMMARY, "costs", list_costs, "checks_*.json", origins=False),
+    Table(SUMMARY, "gate", list_gates, "prefill_*.json", origins=False),
+    Table(LONG, "prefill", list_prefills, "prefill_*.json"),
+    Table(LONG, "threshold", list_prefills, "threshold_*.json"),
+    Table(LONG, "host", list_host, "host_*.json"),
+    Table(LONG, "checks", list_breakages, "checks_*.json"),
+    Table(LONG, "gpu load", list_loads, "gpu_l*.json"),
+    Table(LONG, "gpu prefill", list_prefills, "gpu_prefill_*.json"),
+    Table(LONG, "gpu replayed", list_replayed, "gpu_replayed_*.json"),
+    Table(LONG, "gpu memory", partial(list_forwards, ["peak_mib"]), "gpu_memory_*.json"),
+    Table(LONG, "gpu profile", partial(list_forwards, PROFILE), "gpu_profile_*.json"),
+)
+
+
+def insert(document: str, part: str, lines: Iterable[str]) -> str:
+    """Return ``document`` with these lines below the head of a part's table.
+
+    Raises:
+        ValueError: the marker lines and the head are not there.
+    """
+    begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
+    found = re.search(rf"{begin}\n\|.*\n\|.*\n((?s:.*?)){end}", document)
+    if found is None:
+        raise ValueError(f"there is no table between {begin} and {end}")
+    rows = "".join(f"{line}\n" for line in lines)
+    return document[: found.start(1)] + rows + document[found.end(1) :]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the tables, or write them; return 1 if one is out of date."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--write", action="store_true", help="write the pages")
+    write = parser.parse_args(arguments).write
+    outdated = False
+    for table in TABLES:
+        page = REPO / table.page
+        before = page.read_text()
+        after = insert(before, table.part, table.lines())
+        if write:
+            page.write_text(after)
+        elif after != before:
+            say(f"{table.page}, {table.part}: out of date, run scripts/tables.py --write")
+            outdated = True
+    return int(outdated)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
