@@ -9,11 +9,11 @@ and times the same batch three ways, interleaved in one run:
 * **front-only**: the tail left out altogether, the time that no implementation can beat.
 
 For each batch it prints medians with 20th and 80th percentiles, the ratio off/on and the ceiling
-off/front-only; its document also has the share of the possible saving that was realised, what the
-package adds to forwards that it leaves alone, and how often the host does something in a forward
-(``host_work``). It verifies that on and off give the same answer, and how many rows each layer
-computed; it refuses to report "on" where the fast path was neither active nor fell back with a
-reason. E2B_HOST and E4B_HOST have the real models' layers, and are tiny otherwise.
+off/front-only; its document also has what the package adds to forwards that it leaves alone, and
+how often the host does something in a forward (``host_work``). It verifies that on and off give the
+same answer, and how many rows each layer computed; it refuses to report "on" where the fast path
+was neither active nor fell back with a reason. E2B_HOST and E4B_HOST have the real models' layers,
+and are tiny otherwise.
 
 With ``--graphs tail`` the tail is captured, as on a server with CUDA graphs. With ``--graphs
 prefills`` (or nothing behind the flag) SGLang captures its prefills too, and there are two more
@@ -34,7 +34,6 @@ Needs the environment that ``scripts/demo.py`` makes.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import sys
@@ -137,7 +136,7 @@ class Point:
         rows: FFN rows of the first and of the last layer with the fast path on.
         max_logit_difference: between on and off, over the last row of every prompt.
         same_tokens: whether the greedy next tokens are the same.
-        ratio: off / on; ``ceiling`` is off / front-only, ``realised`` (off - on) / (off - front).
+        ratio: off / on; ``ceiling`` is off / front-only.
         host: what the host does, by way; see ``host_work``.
         replayed: what came of the ways whose prefill SGLang replays; empty where it has captured
             none of this length.
@@ -153,7 +152,6 @@ class Point:
     front: Times
     ratio: float
     ceiling: float
-    realised: float
     host: dict[str, Counts]
     replayed: dict[str, Replayed]
 
@@ -464,9 +462,6 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
         for way, found in by_replay.items():
             by_replay[way] = replace(found, times=Times.of(of_replays[way]))
     off, on, front = map(Times.of, seconds.values())
-    possible, realised = off.median - front.median, math.nan
-    if possible > 0:
-        realised = (off.median - on.median) / possible
     difference, same_tokens = agreement(logits["on"], logits["off"])
     return Point(
         load=load,
@@ -479,7 +474,6 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
         front=front,
         ratio=off.median / on.median,
         ceiling=off.median / front.median,
-        realised=realised,
         host=measure_host(engine, batch, ("off", "on", *by_replay)),
         replayed=by_replay,
     )

@@ -104,7 +104,6 @@ class Result:
     seconds: float = 0.0
     cost: dict[str, float] = field(default_factory=dict)
     found: dict[str, float] = field(default_factory=dict)
-    where: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         least = min(self.found.values(), default=math.nan)
@@ -250,7 +249,7 @@ def judge(
             with BREAKAGES[name](state) as applies:
                 if applies:
                     broken = rounding.find_worst(both.findings())
-                    result.found[name], result.where[name] = broken.excess, broken.what
+                    result.found[name] = broken.excess
 
 
 def judged(group: Group) -> list[Result]:

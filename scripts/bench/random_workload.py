@@ -55,7 +55,6 @@ sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
 PRESET = "E2B_TINY"
 CLIENTS = 16
 FLAT_BYTES = 32e6  # memory may grow by this much in the second half
-FALLBACK = "falls back to stock: "
 ARGUMENTS = ("--max-total-tokens", "32768", "--chunked-prefill-size", "1024")
 CAPTURED_ROWS = (1, 2, 4, 8, 16)
 
@@ -68,7 +67,6 @@ class Pass:
         name: ``off``, ``on`` or ``on, with failures``.
         seconds: from the first request to the last answer.
         forwards: prefill forwards by outcome, told from the rows that the layers computed.
-        reasons: why batches fell back to stock, by this server's log so far.
         eligible_share: of those with rows to skip, the share that skipped some.
         injected: failures injected into the tail.
         replays: forwards that replayed a captured tail.
@@ -81,7 +79,6 @@ class Pass:
     name: str
     seconds: float = 0.0
     forwards: dict[str, int] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
     eligible_share: float = 0.0
     injected: int = 0
     replays: int = 0
@@ -137,7 +134,6 @@ def run_pass(
     result.memory_half = statistics.median(memory[half:][:tenth])
     result.memory_end = statistics.median(memory[-tenth:])
     result.used_tokens = held_tokens(client)
-    result.reasons = [line.split(FALLBACK)[1] for line in server.log_lines(FALLBACK)]
     result.injected = len(tail_failures.so_far(server.failures)) - injected
     judge_forwards(result, server.fast, server.prefills(since=mark), captured)
     result.require(result.memory_end - result.memory_half <= FLAT_BYTES, "memory grows")
