@@ -13,52 +13,38 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness import batches
-from harness.batches import batch_of
-from harness.layer_rows import FIRST_CUT, LAYERS
-from harness.observe import Observed, watching
+from harness.batches import new_rows
+from harness.forwards import CHUNKS
+from harness.layer_rows import whole
+from harness.observe import Observed, expected, watching
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_reference.host_reads import counted
 from sglang_gemma4_yoco import log
 
 PACKAGE = str(Path(log.__file__).parent)
-
-
-Reads = Counter[tuple[str, str]]
-
-
-def read_by(engine: Engine, scheduled: Any, switch: str, *, intermediate: bool) -> Reads:
-    """What one forward reads: planning, model, logits."""
-    seen = Observed()
-    with switched(switch), watching(engine, seen), counted(__file__) as reads:
-        engine.forward(scheduled, intermediate=intermediate)
-    kept = 0
-    if len(seen.rows) == LAYERS:
-        kept = seen.rows[-1]
-    total = sum(scheduled.extend_lens)
-    cut_rows = [total] * FIRST_CUT + [kept] * (LAYERS - FIRST_CUT if kept else 0)
-    assert seen.rows == (cut_rows if switch == "1" else [total] * LAYERS)
-    assert switch == "0" or kept < total
-    return reads
-
-
-BATCHES = {
-    **batches.BATCHES,
-    "an intermediate chunk": batch_of((20, 60), (0, 30), to_come=(21, 22)),
-}
+BATCHES = {**batches.BATCHES, "an intermediate chunk": CHUNKS}
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_text_prefill_reads_nothing_that_stock_does_not(engine: Engine, name: str) -> None:
-    """The package's code reads nothing, and what it calls nowhere more often than stock."""
-    scheduled = engine.schedule(BATCHES[name])
-    intermediate = name == "an intermediate chunk"
-    stock = read_by(engine, scheduled, "0", intermediate=intermediate)
-    fast = read_by(engine, scheduled, "1", intermediate=intermediate)
+    """In planning, model and logits the package's code reads nothing, and what it calls no more."""
+    prompts = BATCHES[name]
+    scheduled, wanted = engine.schedule(prompts), expected(engine, prompts)
+    assert wanted is not None
+    rows: list[list[int]] = []
+    reads: list[Counter[tuple[str, str]]] = []
+    for switch in ("0", "1"):
+        seen = Observed()
+        with switched(switch), watching(engine, seen), counted(__file__) as found:
+            engine.forward(scheduled, intermediate=prompts is CHUNKS)
+        rows.append(seen.rows)
+        reads.append(found)
+    assert rows == [whole(new_rows(prompts)), wanted.rows]
+    stock, fast = reads
     # The CPU's own attention reads lengths in each layer: the stock forward is not free of them.
     assert stock
     assert [site for _, site in fast if site.startswith(PACKAGE)] == []

@@ -119,9 +119,9 @@ def _build_library(library: str, folder: Path) -> None:
 
 
 def find_folder() -> Path:
-    """Return the folder of the cache that all which the libraries are built from leads to.
+    """Return where the libraries are in the cache: another folder once a source has changed.
 
-    Of the real libraries, some of which are large, size and time stand for the content.
+    The real libraries count by size and time, for one of them has hundreds of megabytes.
     """
     digest = hashlib.sha256()
     for source in (*sorted(HERE.glob("*.cpp")), HERE / "without_effect.json", Path(__file__)):

