@@ -101,6 +101,15 @@ def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Eng
 # ---------------------------------------------------------------- what it finds
 
 
+def test_slots_of_the_requests_may_be_written(engine: Engine) -> None:
+    """And slot 0, which is for padding; another one: ``test_forced``."""
+    [first, *_] = engine.kv_buffers()[0]
+    with make_synthetic_requests(engine.runner, start.get_state(engine.text_model)) as synthetic:
+        first[synthetic.requests[0].window_slots] = 0.5
+        first[0] = 0.5
+        assert not synthetic.others_changed()
+
+
 LAST = 5  # of the check's forwards: stock, three on stock's rows, and a whole one
 
 
