@@ -23,12 +23,11 @@ import pytest
 import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-from harness.audited import Operations, functions_entered
+from harness.audited import functions_entered
 from harness.batches import BATCHES, ONE_BESIDE_TWO, batch_of
 from harness.checking import tensors_unchanged
 from harness.decode_graphs import record_tail, recorded_decode_steps, static_tensors
 from harness.forwards import (
-    CHUNKS,
     ENGINE,
     TWO_PROMPTS,
     InjectedError,
@@ -39,11 +38,9 @@ from harness.forwards import (
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import (
-    batch_in,
     both_ways,
     run,
 )
-from harness.stand_ins import halved_weights
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
@@ -53,7 +50,6 @@ from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import requests, rounding, tail_graphs
 from sglang_gemma4_yoco.core import cut, ranks
-from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.replaced import replaced
@@ -191,40 +187,7 @@ def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Pr
     assert_replayed(engine, TWO_PROMPTS)
 
 
-def test_no_tail_is_planned_for_an_intermediate_chunk(engine: Engine, tail: TailGraphs) -> None:
-    """Neither for a graph, which there is for its rows, nor to run eagerly."""
-    attention = attention_of(engine)
-    with (
-        mock.patch.object(attention, "plan", wraps=attention.plan) as eager,
-        mock.patch.object(tail, "plan", wraps=tail.plan) as replayed,
-    ):
-        assert_fast(engine, CHUNKS)
-        assert (eager.call_count, replayed.call_count) == (0, 0)
-        assert_replayed(engine, TWO_PROMPTS)
-        assert (eager.call_count, replayed.call_count) == (0, 1)
-
-
 # ---------------------------------------------------------------- host work and memory
-
-
-def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: TailGraphs) -> None:
-    """Its four static inputs are gathered once each; no batch is made for an eager tail."""
-    indices = []
-
-    def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        plan = getattr(batch_in(args, kwargs), PLAN_ENTRY)
-        assert isinstance(plan, Plan)
-        indices.append(plan.tail.index)
-        assert "fields" not in vars(plan.tail)  # the batch as an eager tail sees it is not made
-
-    scheduled = engine.schedule(TWO_PROMPTS)
-    hook = engine.text_model.register_forward_pre_hook(look, with_kwargs=True)
-    with hook, Operations() as ran:
-        run(engine, scheduled, "1")
-    assert outcomes() == {counters.TAIL_CAPTURED: 1}
-    [index] = indices
-    gathered = [args for name, args in ran.calls if name == "index_select" and args[2] is index]
-    assert len(gathered) == len(("rows", "positions", "embeds", "embedded"))
 
 
 def test_a_replay_enters_few_functions_of_the_package(engine: Engine, tail: TailGraphs) -> None:
@@ -353,13 +316,6 @@ def test_norms_that_add_in_place(engine: Engine, known: ModelState) -> None:
         assert record_tail(engine, MOST).rows == (1, 2, 4)
         for prompts in (TWO_PROMPTS, batch_of((0, 9), (3, 5), (40, 2))):
             assert_replayed(engine, prompts)
-
-
-def test_a_donor_whose_weights_are_not_plain(engine: Engine, known: ModelState) -> None:
-    """As a quantised checkpoint's: its queries are a part of all that its projection computes."""
-    with halved_weights(engine.text_model.layers[FIRST_CUT].self_attn.qkv_proj):
-        record_tail(engine, MOST)
-        assert_replayed(engine, BATCHES["three, two of them cached"])
 
 
 def test_no_mask_for_drafts_is_allocated(
@@ -568,9 +524,7 @@ class TestReasons:
                 pass
 
 
-def test_the_refused_arguments_are_these() -> None:
-    """And SGLang has them."""
-    assert {*lifecycle._UNSUPPORTED} == {*REFUSED_ARGUMENTS, "SGLANG_ENABLE_GRAPH_POOL_BORROW"}
+def test_sglang_has_the_refused_arguments() -> None:
     assert releases.unknown_arguments(REFUSED_ARGUMENTS) == []
 
 

@@ -32,13 +32,12 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import counters, settings
-from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import layerwise, requests
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.requests import make_synthetic_requests
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.commands import status
-from sglang_gemma4_yoco.core import eligibility, tail_batch
+from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.exits import attach
@@ -214,17 +213,6 @@ def test_a_server_that_fails_is_served_by_stock(
     assert on == []
     assert f"is off for this server: {check.FAILED}; checked layer by layer: " in error
     assert_stock(engine, check.FAILED)
-
-
-def test_memory_is_pinned_after_each_capture(started: ModelState, engine: Engine) -> None:
-    """Which frees what was pinned before, as does each capture of SGLang's."""
-    steps = mock.Mock()
-    captured = mock.patch.object(lifecycle, "capture_tail", steps.captured)
-    with captured, mock.patch.object(tail_batch, "pin_memory", steps.pinned):
-        for _ in range(2):
-            capture(engine)
-    assert [call[0] for call in steps.mock_calls] == ["captured", "pinned"] * 2
-    steps.pinned.assert_called_with(engine.runner.device)
 
 
 def test_the_operator_has_a_say(

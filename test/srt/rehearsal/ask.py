@@ -19,20 +19,13 @@ from rehearsal.device import Answer
 device.load_runtime()
 os.environ["SGLANG_PLUGINS"] = "gemma4_yoco"
 
-from rehearsal import (  # noqa: E402 - after the runtime and the environment
-    breakages,
-    engine,
-    failures,
-    operations,
-    scheduler,
-    serving,
-    values,
-)
+from harness.forwards import state_of  # noqa: E402 - after the runtime and the environment
+from rehearsal import breakages, engine, failures, operations, scheduler, serving  # noqa: E402
+from sglang_gemma4_reference.engine import Engine  # noqa: E402
 
 OF_AN_ENGINE = {
     "breakages": breakages.break_each,
     "failures": failures.fail_in_each_way,
-    "values": values.compare_each,
 }
 
 
@@ -40,11 +33,11 @@ def answer(question: str, folder: Path) -> Answer:
     """Batches in each of the question's ways, and its parts."""
     asked = engine.QUESTIONS[question]
     os.environ.update(asked.get("environment", {}))
-    with operations.computed(floats=asked.get("weights", False)):
+    with operations.computed(floats=False):
         if asked.get("loop"):
             return scheduler.find_races(folder, question)
-        served = engine.build(folder, question)
-        state = serving.state_of(served)
+        served = Engine(**engine.write_checkpoint(folder, question))
+        state = state_of(served)
         found: Answer = {"refused": state.unsupported, "facts": dict(state.report)}
         batches = asked.get("batches", serving.BATCHES)
         found["costs"] = serving.serve_all(served, asked.get("ways", []), batches)

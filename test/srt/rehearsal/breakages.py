@@ -8,24 +8,23 @@ class in it, ``old`` becomes ``new``. The tail is captured anew where ``captures
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 
 from sglang.kernels.ops.layernorm import gemma4_fused_ops
 
-from rehearsal import kernels, serving
+from harness.forwards import state_of
+from rehearsal import device, kernels, serving
 from rehearsal.device import Answer
 from rehearsal.serving import CAPTURED, EAGER, STOCK
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import tail_graphs
 
-BREAKAGES: list[Answer] = json.loads(Path(__file__).with_suffix(".json").read_text())
+BREAKAGES: list[Answer] = device.read_table("breakages")
 #: Each batch with the way in which it is served.
 SERVED = {
     "40 tokens": CAPTURED,
@@ -58,7 +57,7 @@ def _broken(breakage: Answer) -> Iterator[None]:
 
 def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]:
     """What is wrong in the batches of this module, of which stock's costs are given."""
-    state = serving.state_of(engine)
+    state = state_of(engine)
     state.failures_in_a_row = 0
     state.unsupported = None
     found: list[str] = []
@@ -67,7 +66,7 @@ def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]
         if state.captured is None:
             found.append(f"capture: {state.report['tail']}")
     for name, way in SERVED.items():
-        cost = serving.serve_by_name(engine, name, way)
+        cost = serving.serve(engine, name, way)
         if cost["failure"] is not None:
             found.append(f"{name}: {cost['failure'].splitlines()[0]}")
         waits = cost["waits"].keys() - costs[name][STOCK]["waits"].keys()

@@ -42,7 +42,6 @@ SOURCES = {
     "libcublasLt.so.13": "blas.cpp",
     "libcublas.so.13": "blas.cpp",
 }
-WITHOUT_EFFECT = HERE / "without_effect.json"
 
 #: What the runtime counts, as in runtime.cpp. A listener hears of those from HOST_WAIT on.
 Kind = enum.IntEnum(
@@ -52,6 +51,17 @@ Kind = enum.IntEnum(
 )
 #: A listener's type: kind, what waits for what, stream, event or graph.
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
+
+#: Of the real ones, by ``CUDA``: their names are taken from them, and the sources include them.
+REAL = (
+    *("lib/libcudart.so.13", "lib/libcublasLt.so.13", "lib/libcublas.so.13"),
+    *("include/cuda.h", "include/cuda_runtime_api.h"),
+)
+
+
+def read_table(name: str) -> Any:
+    """Return what a JSON file of this folder has."""
+    return json.loads((HERE / f"{name}.json").read_text())
 
 
 def say_what_is_missing() -> str | None:
@@ -83,7 +93,7 @@ def _write_stubs(names: set[str]) -> str:
     )
     say = 'fprintf(stderr, "rehearsal: %s is not written\\n", name)'
     lines = [head, f"static int stop(const char* name) {{ {say}; _exit(70); }}"]
-    without_effect = json.loads(WITHOUT_EFFECT.read_text())
+    without_effect = read_table("without_effect")
     for name in sorted(names):
         answer = "0" if name in without_effect else f'stop("{name}")'
         lines.append(f"FUNCTION int {name}() {{ return {answer}; }}")
@@ -108,8 +118,22 @@ def _build_library(library: str, folder: Path) -> None:
     _run_compiler("-shared", f"-I{CUDA}/include", *inputs, "-o", str(out), "-ldl", *names)
 
 
+def find_folder() -> Path:
+    """Return where the libraries are in the cache: another folder once a source has changed.
+
+    The real libraries count by size and time, for one of them has hundreds of megabytes.
+    """
+    digest = hashlib.sha256()
+    for source in (*sorted(HERE.glob("*.cpp")), HERE / "without_effect.json", Path(__file__)):
+        digest.update(source.read_bytes())
+    for name in REAL:
+        known = (CUDA / name).stat()
+        digest.update(f"{CUDA / name} {known.st_size} {known.st_mtime_ns}".encode())
+    return CACHE / digest.hexdigest()[:16]
+
+
 def build_libraries() -> Path:
-    """The folder of the libraries, built where a source has changed: in about ten seconds.
+    """Return the folder of the libraries, built if it is not there yet: in about ten seconds.
 
     Raises:
         RuntimeError: something that this needs is not installed.
@@ -117,10 +141,7 @@ def build_libraries() -> Path:
     missing = say_what_is_missing()
     if missing is not None:
         raise RuntimeError(missing)
-    digest = hashlib.sha256(str(CUDA).encode())
-    for path in (*sorted(HERE.glob("*.cpp")), WITHOUT_EFFECT, Path(__file__)):
-        digest.update(path.read_bytes())
-    folder = CACHE / digest.hexdigest()[:16]
+    folder = find_folder()
     if folder.exists():
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)

@@ -7,16 +7,14 @@ and, in ``ask.py``, what is done with it.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
-from rehearsal import kernels
+from rehearsal import device, kernels
 from rehearsal.device import Answer
 from sglang_gemma4_reference import checkpoint
 from sglang_gemma4_reference.checkpoint import Gemma4Shape
-from sglang_gemma4_reference.engine import Engine
 
-QUESTIONS: Answer = json.loads(Path(__file__).with_name("questions.json").read_text())
+QUESTIONS: Answer = device.read_table("questions")
 
 
 def shape_of(question: str) -> Gemma4Shape:
@@ -31,11 +29,9 @@ def shape_of(question: str) -> Gemma4Shape:
 def write_checkpoint(folder: Path, question: str) -> Answer:
     """Write the question's, and return SGLang's server arguments for it.
 
-    Where it has no weights, what is read as one is arbitrary.
+    It has no weights: what is read as one is arbitrary.
     """
-    asked = QUESTIONS[question]
-    weights = asked.get("weights", False)
-    checkpoint.write_checkpoint(folder, shape_of(question), weights=weights)
+    checkpoint.write_checkpoint(folder, shape_of(question), weights=False)
     kernels.install()
     arguments: Answer = {
         "model_path": str(folder),
@@ -45,9 +41,5 @@ def write_checkpoint(folder: Path, question: str) -> Answer:
         "max_total_tokens": 6000,
         "max_running_requests": 40,
     }
-    arguments |= asked.get("arguments", {})
+    arguments |= QUESTIONS[question].get("arguments", {})
     return arguments
-
-
-def build(folder: Path, question: str) -> Engine:
-    return Engine(**write_checkpoint(folder, question))

@@ -21,21 +21,30 @@ import dataclasses  # noqa: E402 - after the runtime and the environment
 
 import pytest  # noqa: E402
 
-NEEDS_CUPTI = ("test_a_replay_is_one_launch",)
+NEEDS_CUPTI = "test/srt/gpu/test_on_a_gpu.py::test_a_replay_is_one_launch"
+#: Dimensions of the model in place of E2B, whose lengths and window the tests need.
+SMALL: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "layers": 10,
+    "kv_shared_layers": 5,
+    "sliding_per_full": 1,
+    "head_dim": 128,
+    "global_head_dim": 256,
+    "vocab_size": 4096,
+    "sliding_window": 512,
+}
 _session = ExitStack()
 
 
-def pytest_configure() -> None:
-    """Enter the mode for the whole session."""
-    from rehearsal import engine, kernels, operations
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out what cannot run, and enter the mode for the whole session."""
+    config.option.deselect = [NEEDS_CUPTI]
+    from rehearsal import kernels, operations
     from sglang_gemma4_reference import checkpoint
     from sglang_gemma4_reference.engine import Engine
 
     _session.enter_context(operations.computed(floats=True))
-    small = engine.shape_of("values")
-    checkpoint.PRESETS["E2B"] = dataclasses.replace(
-        small, layers=10, kv_shared_layers=5, sliding_window=512, max_positions=8192
-    )
+    checkpoint.PRESETS["E2B"] = dataclasses.replace(checkpoint.E2B_TINY, **SMALL)
     stock = Engine.__init__
 
     def build(self: Engine, *args: Any, **arguments: Any) -> None:
@@ -48,9 +57,3 @@ def pytest_configure() -> None:
 
 def pytest_unconfigure() -> None:
     _session.close()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    left_out = [item for item in items if item.name.startswith(NEEDS_CUPTI)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]

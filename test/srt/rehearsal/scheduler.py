@@ -6,7 +6,6 @@ prompt, new ones to generate, and whether log-probabilities are wanted.
 
 from __future__ import annotations
 
-import json
 import random
 from array import array
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from harness import batches
-from rehearsal import engine, operations, races
+from rehearsal import device, engine, operations, races
 from rehearsal.device import Answer
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import settings_changed
@@ -32,7 +31,7 @@ from sglang_gemma4_yoco.core import plan
 from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
 from sglang_gemma4_yoco.replaced import replaced
 
-TRAFFIC: list[Answer] = json.loads(Path(__file__).with_name("traffic.json").read_text())
+TRAFFIC: list[Answer] = device.read_table("traffic")
 ITERATIONS = 45
 
 

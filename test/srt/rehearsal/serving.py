@@ -8,15 +8,14 @@ tail is a graph's where one was captured, ``launches`` how many each way may hav
 
 from __future__ import annotations
 
-import json
 import random
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from harness.batches import tokens
+from harness.forwards import state_of
 from harness.media import MediaPrompt, media_batch
 from rehearsal import device, kernels, operations
 from rehearsal.device import Answer
@@ -24,11 +23,10 @@ from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed, swi
 from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core import plan
-from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.replaced import replaced
 
 STOCK, CAPTURED, EAGER = "stock", "captured", "eager"
-BATCHES: Answer = json.loads(Path(__file__).with_name("batches.json").read_text())
+BATCHES: Answer = device.read_table("batches")
 
 
 def _make_prompt(
@@ -40,17 +38,11 @@ def _make_prompt(
     return Prompt(ids[0], ids[1], logprob_start, ids[2], decodes)
 
 
-def schedule(engine: Engine, name: str) -> Any:
+def _schedule(engine: Engine, name: str) -> Any:
     asked = BATCHES[name]
     if "media" in asked:
         return media_batch(engine, *(MediaPrompt(**one) for one in asked["media"]))
     return engine.schedule([_make_prompt(**one) for one in asked["prompts"]])
-
-
-def state_of(engine: Engine) -> ModelState:
-    state = find_state(engine.text_model)
-    assert state is not None
-    return state
 
 
 def describe(failure: Exception) -> str:
@@ -59,19 +51,19 @@ def describe(failure: Exception) -> str:
     return f"{type(failure).__name__}: {str(failure) or line}"
 
 
-def serve(engine: Engine, batch: Any, way: str, *, is_chunk: bool = False) -> tuple[Answer, Any]:
-    """Run one forward as stock, with the captured tail or with the eager one.
+def serve(engine: Engine, name: str, way: str) -> Answer:
+    """Run a batch of ``batches.json`` as stock, with the captured tail or with the eager one.
 
     PyTorch refuses each wait of the host in the planning and in the model of the last two; any
     skipped row is worth it.
 
     Returns:
-        What it cost, and SGLang's logits output, None where the forward has failed. The cost is
-        the ``outcome`` as the package counts it; ``counts`` by the names of ``device.Kind``;
-        ``product_rows``, how many matrix products had so many rows; ``waits``, where the host
-        waited for the device and how often; the kernels that were ``compiled``; the ``failure``
-        that was raised, or that the package has caught to have stock serve the batch.
+        What it cost: the ``outcome`` as the package counts it; ``counts`` by the names of
+        ``device.Kind``; ``product_rows``, how many matrix products had so many rows; ``waits``,
+        where the host waited for the device and how often; the kernels that were ``compiled``; the
+        ``failure`` that was raised, or that the package has caught to have stock serve the batch.
     """
+    batch, is_chunk = _schedule(engine, name), BATCHES[name]["kept"] == 0
     mode, state = operations.current, state_of(engine)
     assert mode is not None
     failures: list[str] = []
@@ -85,7 +77,6 @@ def serve(engine: Engine, batch: Any, way: str, *, is_chunk: bool = False) -> tu
     mode.waits.clear()
     mode.product_rows.clear()
     known = len(kernels.compiled)
-    output = None
     with ExitStack() as span:
         span.enter_context(settings_changed(min_skipped_rows=1))
         span.enter_context(replaced(counters, count_failure=failed))
@@ -98,11 +89,11 @@ def serve(engine: Engine, batch: Any, way: str, *, is_chunk: bool = False) -> tu
             span.enter_context(replaced(state, captured=None))
         before = device.read_counters(operations.RUNTIME)
         try:
-            output = engine.forward(batch, intermediate=is_chunk)
+            engine.forward(batch, intermediate=is_chunk)
         except Exception as failure:  # noqa: BLE001 - it is what is asked for
             failures.append(describe(failure))
         counts = device.read_counters(operations.RUNTIME) - before
-    cost = {
+    return {
         "outcome": next(iter(counters.forwards), ""),
         "counts": dict(counts),
         "product_rows": dict(mode.product_rows),
@@ -110,14 +101,6 @@ def serve(engine: Engine, batch: Any, way: str, *, is_chunk: bool = False) -> tu
         "compiled": list(kernels.compiled)[known:],
         "failure": next(iter(failures), None),
     }
-    return cost, output
-
-
-def serve_by_name(engine: Engine, name: str, way: str) -> Answer:
-    """What a batch of ``batches.json`` cost in this way."""
-    is_chunk = BATCHES[name]["kept"] == 0
-    cost, _ = serve(engine, schedule(engine, name), way, is_chunk=is_chunk)
-    return cost
 
 
 def serve_all(
@@ -128,5 +111,5 @@ def serve_all(
     for name in names:
         costs[name] = {}
         for way in ways:
-            costs[name][way] = serve_by_name(engine, name, way)
+            costs[name][way] = serve(engine, name, way)
     return costs

@@ -1,8 +1,10 @@
 """PyTorch, SGLang and the package on the rehearsal's device: what the host does on a GPU.
 
-Each question is answered by a process of ``ask.py``; several tests read one answer.
-Kernels of floats are launched and not computed, but in ``values``: these are tests of the host's
-code. Of every batch it is asserted first, from matrix products, on how many rows the layers ran.
+Each question is answered by a process of ``ask.py``; several tests read one answer. Only integers
+are computed: kernels of floats are launched and write nothing. So these are tests of control flow,
+and none says anything about an answer, not even where the package compares some. Of every batch it
+is asserted first, from matrix products, on how many rows the layers ran. The tests of ``gpu/`` are
+rehearsed with all values.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import pytest
 
 from rehearsal import device
 from scripts.environment import REPO
+from scripts.result_files import REHEARSAL
 
 MISSING = device.say_what_is_missing()
 if version("sglang") != device.SGLANG:
@@ -35,12 +38,8 @@ RELEASE = pytest.mark.release
 Ask = Callable[[str], Any]
 
 
-def read_table(name: str) -> Any:
-    return json.loads((device.HERE / f"{name}.json").read_text())
-
-
-BATCHES, QUESTIONS = read_table("batches"), read_table("questions")
-BREAKAGES = read_table("breakages")
+BATCHES, QUESTIONS = device.read_table("batches"), device.read_table("questions")
+BREAKAGES = device.read_table("breakages")
 STOCK, CAPTURED, EAGER = "stock", "captured", "eager"
 CUT_CAPTURED, CUT_EAGER = ["active_captured", None], ["active_eager", None]
 
@@ -70,6 +69,21 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
 # ---- the device
 
 
+@pytest.mark.parametrize("file", device.REAL)
+def test_libraries_are_built_anew_for_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
+) -> None:
+    """As after an upgrade of torch: what was built for the old ones lacks their new functions."""
+    for real in device.REAL:
+        (tmp_path / real).parent.mkdir(exist_ok=True)
+        (tmp_path / real).touch()
+    monkeypatch.setattr(device, "CUDA", tmp_path)
+    before = device.find_folder()
+    assert device.find_folder() == before
+    (tmp_path / file).write_text("of another release")
+    assert device.find_folder() != before
+
+
 def test_a_function_that_is_not_written_ends_the_process_with_its_name() -> None:
     done = run_python("-c", "from rehearsal import device; device.load_runtime().cudaDeviceReset()")
     assert done.returncode == 70
@@ -81,32 +95,18 @@ import ctypes
 from rehearsal import device
 device.load_runtime()
 import torch
+from scripts.result_files import device_name
 made = torch.zeros(4, device="cuda")
-print("made", flush=True)
+print(device_name("cuda"), flush=True)
 ctypes.string_at(made.data_ptr(), 1)
 """
 
 
 def test_the_host_cannot_read_device_memory() -> None:
+    """The device has the name of which no result is written."""
     done = run_python("-c", READ_A_TENSOR)
     assert done.returncode == -signal.SIGSEGV
-    assert done.stdout == "made\n"
-
-
-WRITE_A_RESULT = """
-from rehearsal import device
-device.load_runtime()
-import pathlib, sys
-from scripts.result_files import device_name, write_result
-write_result(pathlib.Path(sys.argv[1]), {"device": device_name("cuda"), "seconds": 1})
-"""
-
-
-def test_no_figure_of_it_is_written_to_a_result_file(tmp_path: Path) -> None:
-    done = run_python("-c", WRITE_A_RESULT, str(tmp_path / "result.json"))
-    assert done.returncode == 0, done.stderr
-    assert "nothing was measured" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert done.stdout == f"{REHEARSAL}\n"
 
 
 # ---- whole models
@@ -118,7 +118,12 @@ each_model = pytest.mark.parametrize(
 
 
 @each_model
-def test_it_starts_and_is_active(ask: Ask, question: str) -> None:
+def test_the_control_flow_of_a_start(ask: Ask, question: str) -> None:
+    """The check runs, the tail is captured, and the path is on.
+
+    The check compares zeros on either side (2.4e-38), as nothing computes a float here: that it
+    agrees does not say that the path is right.
+    """
     answer = ask(question)
     assert answer["refused"] is None
     assert answer["facts"]["check"]["unchecked"] is None
@@ -182,12 +187,11 @@ def test_a_cut_prefill_leaves_sglangs_graph_at_the_exit(ask: Ask, batch: str) ->
     assert answer["facts"]["exits"].startswith("open after segment 5")
     stock, cut = answer["costs"][batch][STOCK], answer["costs"][batch][CAPTURED]
     tail = BATCHES[batch]["replayed"]
+    stock_segments, cut_segments = 11, 5
     if batch == "257 tokens":
-        assert "graph_launch" not in stock["counts"]
-        assert cut["counts"]["graph_launch"] == tail
-    else:
-        assert stock["counts"]["graph_launch"] == 11
-        assert cut["counts"]["graph_launch"] == 5 + tail
+        stock_segments = cut_segments = 0
+    assert stock["counts"].get("graph_launch", 0) == stock_segments
+    assert cut["counts"].get("graph_launch", 0) == cut_segments + tail
     assert cut["failure"] is None
     assert cut["waits"] == stock["waits"]
     assert not cut["compiled"]
@@ -211,11 +215,10 @@ def test_a_breakage_is_seen(ask: Ask, name: str) -> None:
 
 # ---- races
 
-each_loop = pytest.mark.parametrize(
-    "question", ["races", pytest.param("races_without_overlap", marks=RELEASE)]
-)
+each_loop = pytest.mark.parametrize("question", ["races", "races_without_overlap"])
 
 
+@RELEASE
 @pytest.mark.parametrize("traffic", ["sound", "audited"])
 @each_loop
 def test_the_schedulers_loop_has_no_race(ask: Ask, question: str, traffic: str) -> None:
@@ -226,9 +229,13 @@ def test_the_schedulers_loop_has_no_race(ask: Ask, question: str, traffic: str) 
     assert served["races"] == {}
 
 
+@RELEASE
 @each_loop
 def test_the_start_and_the_audits_have_no_race(ask: Ask, question: str) -> None:
-    """Captures, their proof, the check."""
+    """Captures, their proof, the check.
+
+    Audits compare zeros, so how many agree says only how many ran.
+    """
     answer = ask(question)
     assert answer["refused"] is None
     assert answer["start"]["accesses"] > 10000
@@ -237,6 +244,7 @@ def test_the_start_and_the_audits_have_no_race(ask: Ask, question: str) -> None:
     assert answer["audited"]["audits"]["differ"] == 0
 
 
+@RELEASE
 @pytest.mark.parametrize(
     ("race", "place"),
     [
@@ -266,10 +274,10 @@ def test_memory_of_the_tail(ask: Ask) -> None:
 
 
 @RELEASE
-@pytest.mark.parametrize("what", ["an exception", "a value is read", "the device is synchronised"])
-def test_a_failed_capture_leaves_a_working_device(ask: Ask, what: str) -> None:
+def test_a_failed_capture_leaves_a_working_device(ask: Ask) -> None:
+    """Of the second bucket, in which the device is synchronised; others are in the breakages."""
     answer = ask("failures")["failures"]
-    found = answer[what]
+    found = answer["a capture fails"]
     assert found["tail"].startswith("eager (capturing failed")
     assert not found["still captures"]
     assert found["random numbers"] == [1]
@@ -284,35 +292,11 @@ def test_memory_that_runs_out_in_a_tail(ask: Ask) -> None:
     found = ask("failures")["failures"]
     assert found["refused"] is None
     assert found["after it"] == CUT_CAPTURED
-    assert len(found["out of memory"]) == 5
-    for outcome, failure in found["out of memory"]:
+    *failures, at_none = found["out of memory"]
+    assert at_none == CUT_EAGER
+    for outcome, failure in failures:
         assert outcome == "failed"
         assert "out of memory" in failure
-
-
-@RELEASE
-def test_the_tail_is_captured_after_sglang_has_captured_anew(ask: Ask) -> None:
-    assert ask("failures")["failures"]["after a recapture"] == CUT_CAPTURED
-
-
-# ---- values
-
-
-@RELEASE
-@pytest.mark.parametrize("batch", QUESTIONS["values"]["outcomes"])
-def test_answers_are_stocks_and_k_and_v_to_the_bit(ask: Ask, batch: str) -> None:
-    answer = ask("values")
-    assert answer["facts"]["exits"].startswith("open")
-    for way, outcome in QUESTIONS["values"]["outcomes"][batch].items():
-        found = answer["values"][batch][way]
-        assert found["outcome"] == outcome
-        assert found["failure"] is None
-        assert found["same K and V"]
-        assert found["spread"] > 0.5
-        if batch != "chunk":
-            # A logit of size 4 is rounded to 1/64 in bf16; some roundings may differ.
-            assert found["difference"] <= 4 / 64
-            assert found["same token"]
 
 
 # ---- what waits for a GPU

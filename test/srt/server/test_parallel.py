@@ -25,7 +25,7 @@ from harness.ask import (
     tokens,
 )
 from harness.ask import compare as compare_servers
-from harness.layer_rows import assert_all_fast, cut, without_audit
+from harness.layer_rows import assert_all_fast, without_audit
 from harness.server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
@@ -56,20 +56,6 @@ def test_prompts_of_all_lengths(both_servers: Pair) -> None:
 
 def test_scheduling_overlaps(ranks_server: Server) -> None:
     assert ranks_server.resolved("disable_overlap_schedule") is False
-
-
-def test_cached_prefix(both_servers: Pair) -> None:
-    prefix = tokens(150, seed=2)
-    both = compare(both_servers, one_by_one(prefix, prefix + tokens(40, seed=3)))
-    assert both.prefills[-1].prefix_lens == [150]
-    assert both.on[1].cached_tokens == 150
-
-
-def test_input_logprobs_of_last_tokens(both_servers: Pair) -> None:
-    """The kept rows are a suffix: an extend batch, not a decode step, on every process."""
-    both = compare(both_servers, one_by_one(tokens(70, seed=9), logprob_start_len=60))
-    assert both.rows == [cut(70, 10)] * 2
-    assert len(both.on[0].input_logprobs) == 9
 
 
 def test_concurrent_requests(both_servers: Pair) -> None:

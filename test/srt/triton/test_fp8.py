@@ -19,14 +19,13 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
 from harness.batches import batch_of, new_rows
-from harness.forwards import ENGINE, INTERPRETED_ENGINE, assert_fast, state_of
+from harness.forwards import ENGINE, INTERPRETED_ENGINE, assert_fast
 from harness.layer_rows import INTERPRETED
 from harness.observe import Observed, run, watching
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.core import per_layer
 from sglang_gemma4_yoco.loading import start
 
@@ -122,13 +121,6 @@ def test_an_intermediate_chunk(engine: Engine) -> None:
     prompts = batch_of((6, 20), (0, 7), to_come=(21, 22))
     assert_fast(engine, prompts, projected=projections(engine, prompts))
     assert counters.forwards[counters.TAIL_SKIPPED] == 1
-
-
-def test_its_tail_is_not_captured(engine: Engine) -> None:
-    state = state_of(engine)
-    assert state.captured is None
-    reason = lifecycle.find_reason(engine.runner, state)
-    assert reason in {lifecycle.NO_GRAPHS, lifecycle.QUANTISED}
 
 
 # ---------------------------------------------------------------- the cache

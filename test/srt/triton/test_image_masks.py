@@ -200,14 +200,6 @@ def test_input_logprobs_beside_an_image_are_stock(
     assert_same_inputs(stock, refused)
 
 
-def test_logprobs_of_the_last_row_alone(engine: Engine) -> None:
-    total = sum(media_batch(engine, CHUNKED).extend_lens)
-    batch = media_batch(engine, MediaPrompt(CHUNKED.text, logprob_start=total - 1))
-    stock, mask = compare(engine, batch, kept=1)
-    assert_bidirectional(mask, batch, expected=True)
-    assert stock.output.input_token_logprobs is not None
-
-
 def test_a_tail_that_fails_leaves_the_mask_to_stock(engine: Engine) -> None:
     batch = media_batch(engine, CHUNKED, TEXT)
     stock = run(engine, batch, "0")
