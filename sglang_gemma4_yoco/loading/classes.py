@@ -169,4 +169,4 @@ def _find_definitions(part: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_trusted(module: str, name: str) -> bool:
-    return not {module, f"{module}.{name}"}.isdisjoint(settings.current.trust)
+    return module in settings.current.trust or f"{module}.{name}" in settings.current.trust
