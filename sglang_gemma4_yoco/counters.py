@@ -32,12 +32,11 @@ PARTS = COMPUTED, SKIPPED = "computed", "skipped"
 @dataclass
 class Audits:
     """Of the forwards that were run again as stock: how many agreed up to rounding, and how many
-    did not; rows whose likeliest token changed; the largest error, in multiples of rounding.
+    did not; the largest error, in multiples of rounding.
     """
 
     agree: int = 0
     differ: int = 0
-    greedy_changes: int = 0
     worst: float = 0.0
 
 
@@ -127,10 +126,9 @@ def count_failure(error: Exception, rows_in_all: int) -> None:
     log.log_failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)
 
 
-def count_audit(excess: float, *, agrees: bool, greedy_changes: int) -> None:
+def count_audit(excess: float, *, agrees: bool) -> None:
     """Count a forward that was run again as stock."""
     audits.agree += agrees
     audits.differ += not agrees
-    audits.greedy_changes += greedy_changes
     audits.worst = max(audits.worst, excess)
     _notify_observers()

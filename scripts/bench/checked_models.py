@@ -201,7 +201,7 @@ def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
     Medians of seven, in turns; in a process that times nothing else, on a machine that may. The
     check has taken so many ``seconds``.
     """
-    auditor = audit.Auditor(state, engine.runner.model.logits_processor, 1)
+    auditor = audit.Auditor(state, 1)
     few, many = Prompt((), tuple(range(20, 27))), Prompt((), tuple(range(20, 20 + 512)))
     ways: dict[str, tuple[str, Prompt, audit.Auditor | None]] = {
         "stock": ("0", many, None),

@@ -1,20 +1,17 @@
 """While a server serves: every N-th prefill that was cut runs again as stock, and is compared.
 
 Stock is watched, and the cut runs once more on its rows, step by step (``layerwise``): eagerly, and
-by the captured tail if that served. All kept rows, their logits, and K and V of layer S-1 are
-compared. A prefill that left its graph at an exit is compared with that graph run to its end.
-The client gets stock's answer.
+by the captured tail if that served. All kept rows, and K and V of layer S-1, are compared. A
+prefill that left its graph at an exit is compared with that graph run to its end. The client gets
+stock's answer.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from sglang_gemma4_yoco import compat, counters, log, settings
 from sglang_gemma4_yoco.checking import exits, layerwise, rounding
@@ -25,7 +22,6 @@ from sglang_gemma4_yoco.core.plan import Plan, make_eager_tail
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail import EagerTail
 from sglang_gemma4_yoco.core.tail_batch import rewrite_batch
-from sglang_gemma4_yoco.replaced import replaced
 
 TABLES = "SGLang may rewrite its tables before an audit plans with them"
 DIFFERED = "an audited prefill differed from stock's"
@@ -40,18 +36,16 @@ def make_auditor(runner: Any, state: ModelState) -> Auditor | None:
         why = f"{TABLES}; {compat.server.BARRIER_VARIABLE}=1 prevents that"
         log.log_once(f"Gemma 4 fast prefill is not audited: {why}", logging.WARNING)
         return None
-    return Auditor(state, runner.model.logits_processor, settings.current.audit)
+    return Auditor(state, settings.current.audit)
 
 
 class Auditor:
     """Audits the forwards of one model; it is called after each that was cut."""
 
-    def __init__(self, state: ModelState, processor: Any, every: int) -> None:
+    def __init__(self, state: ModelState, every: int) -> None:
         self._state = state
-        self._processor = processor
         self._every, self._strict = every, settings.current.audit_strict
         self._forwards = 0
-        self._waiting = ExitStack()  # for the logits of an audited forward
 
     def __call__(self, forward: Any, plan: Plan, output: Any) -> Any:
         """Audit each N-th forward; returns what the model continues with instead of ``output``."""
@@ -66,23 +60,19 @@ class Auditor:
 
     def _audit(self, forward: Any, plan: Plan, output: Any) -> Any:
         """Audit one forward; if this fails, ``output`` is as it was, and K and V are complete."""
-        self._waiting.close()  # the logits of the last one were never made
         rows = compat.layers.get_rows(output)
         fast = rows.clone()  # stock may run in the memory that holds them
         try:
             with rewrite_batch(plan.batch, {}):  # a forward that fails leaves its residual there
                 if forward.is_replay:  # it runs to its end in that memory
-                    self._judge(plan, exits.compare_exit(forward, plan, output))
-                    return output
-                stock, forced, found = self._run_again(forward, plan)
-            if plan.runner is None:
-                self._judge(plan, found)
-            else:
-                self._compare_logits(plan, forced, found)
+                    found, answer = exits.compare_exit(forward, plan, output), output
+                else:
+                    found, answer = self._run_again(forward, plan)
+            self._judge(plan, found)
         except BaseException:
             rows.copy_(fast)
             raise
-        return stock
+        return answer
 
     def _end(self, failure: Exception) -> None:
         """Make no more audits after one that failed; the fast path has served, and stays on.
@@ -96,8 +86,8 @@ class Auditor:
         log.log_failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
         traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
 
-    def _run_again(self, forward: Any, plan: Plan) -> tuple[Any, torch.Tensor, list[Difference]]:
-        """What stock gives, what the cut gives on stock's rows, and what was found."""
+    def _run_again(self, forward: Any, plan: Plan) -> tuple[list[Difference], Any]:
+        """What was found of the cut on stock's rows, and what stock gives."""
         stock, found = Stock(plan.tail.index), list[Difference]()
         with layerwise.watch_stock(self._state, stock):
             output = forward.stock()
@@ -106,39 +96,15 @@ class Auditor:
             _, found = layerwise.run_on_stocks_rows(self._state, plan, stock)
             eager = make_eager_tail(self._state, plan.batch, plan.tail)
             plan = replace(plan, runner=eager)
-        rows, found_eagerly = layerwise.run_on_stocks_rows(self._state, plan, stock)
-        return output, rows, found + found_eagerly
+        _, found_eagerly = layerwise.run_on_stocks_rows(self._state, plan, stock)
+        return found + found_eagerly, output
 
-    def _compare_logits(self, plan: Plan, forced: torch.Tensor, found: list[Difference]) -> None:
-        """When SGLang computes the logits of stock's rows, compute those of the forced ones too."""
-        processor = self._processor.forward
-
-        def compare(input_ids: Any, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            stock = processor(input_ids, rows, *args, **kwargs)
-            logits = stock.next_token_logits.clone()  # they may be in a buffer of all calls
-            again = processor(input_ids, forced, *args, **kwargs)
-            found.extend(_compare_both_logits(forced, logits, stock, again))
-            changed = logits.argmax(dim=-1) != again.next_token_logits.argmax(dim=-1)
-            self._judge(plan, found, int(changed.sum()))
-            stock.next_token_logits = logits
-            return stock
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self._waiting.close()
-            try:
-                return compare(*args, **kwargs)
-            except Exception as failure:  # noqa: BLE001 - as above
-                self._end(failure)
-            return processor(*args, **kwargs)  # stock's rows, and its K and V are in the pool
-
-        self._waiting.enter_context(replaced(self._processor, forward=forward))
-
-    def _judge(self, plan: Plan, found: list[Difference], changes: int = 0) -> None:
+    def _judge(self, plan: Plan, found: list[Difference]) -> None:
         """Count an audit, and log a defect."""
         worst = rounding.find_worst(found)
         differ = ranks.find_difference(f"an audit: {worst.is_rounding}")
         agrees = worst.is_rounding and differ is None
-        counters.count_audit(worst.excess, agrees=agrees, greedy_changes=changes)
+        counters.count_audit(worst.excess, agrees=agrees)
         if agrees:
             return
         if counters.audits.differ <= _MOST_LINES:
@@ -153,19 +119,3 @@ class Auditor:
         if self._strict:
             self._state.turn_off(DIFFERED)
             counters.note_unsupported(DIFFERED, logging.ERROR)
-
-
-def _compare_both_logits(
-    rows: torch.Tensor, logits: torch.Tensor, stock: Any, forced: Any
-) -> list[Difference]:
-    found = [layerwise.compare_logits(logits, forced.next_token_logits, rows=rows)]
-    expected = stock.input_token_logprobs
-    other = forced.input_token_logprobs
-    if expected is not None and expected.numel():
-        expected = expected[:, None]
-        other = other[:, None]
-        size = logits.float().square().mean(dim=-1).sqrt().mean()
-        what = "input log-probabilities"
-        # 6 roundings: a logit minus the logsumexp of all.
-        found.append(rounding.compare(what, expected, other, 6.0, size=size, rounded=rows))
-    return found

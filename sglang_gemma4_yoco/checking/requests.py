@@ -138,35 +138,13 @@ def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[Syntheti
     seen_by_none = replaced(state, planned_rows=None)  # a plan may be left by one that fails
     # SGLang's scheduler would take it for the event of a batch that it has launched.
     own_event = replaced(runner, shared_read_done_event=None)
-    with (
-        torch.no_grad(),
-        each,
-        seen_by_none,
-        own_event,
-        hide_from_canary(runner),
-        restore_afterwards(places),
-    ):
+    with torch.no_grad(), each, seen_by_none, own_event, restore_afterwards(places):
         for r in requests:
             table[r.row, : len(r.slots)] = r.slots.to(table.dtype)
             if mapping is not None:
                 mapping[r.slots] = r.window_slots.to(mapping.dtype)
         _fill_caches(runner, state, requests, window)
         yield SyntheticRequests(runner, state, requests)
-
-
-@contextmanager
-def hide_from_canary(runner: Any) -> Iterator[None]:
-    """Keep SGLang's KV canary from these forwards: it would write and verify nothing.
-
-    It knows a slot only from a forward that wrote to it, so it would take each token of a synthetic
-    prefix for a violation. Its own wrapper of the model's forward does nothing within another one.
-    """
-    canary = getattr(runner, "canary_manager", None)
-    if canary is None:
-        yield
-        return
-    with replaced(runner, canary_manager=None), canary.model_forward_bracket_scope():
-        yield
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
     if others:
         report.unknowns.append(
             f"attention by {', '.join(others)}: settled when a server has built it. Admitted are "
-            "triton (for Gemma 3n where SGLang can run it), trtllm_mha, fa3, fa4, intel_xpu, and "
+            "triton (not for Gemma 3n), trtllm_mha, fa3, fa4, intel_xpu, and "
             "hybrids of them"
         )
 
@@ -187,5 +187,4 @@ def _judge_classes(report: Report, architectures: Sequence[str]) -> None:
         outer: type = ModelRegistry.resolve_model_cls(list(architectures))[0]
     except ValueError as failure:
         raise CommandError(f"SGLang loads no {' or '.join(architectures)} here") from failure
-    reason = classes.judge_classes(classes.find_unknown(outer, {}))
-    report.refusals += filter(None, (reason,))
+    report.refusals += filter(None, (classes.find_reason(outer),))

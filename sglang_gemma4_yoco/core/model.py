@@ -27,7 +27,7 @@ class TextModel(Protocol):
     """One class of text models; a module of ``models/`` fulfils it.
 
     Whoever adds a model writes these functions, names its class in ``models/registry.py``, and adds
-    the classes of the models around it to ``loading/classes.py``. The check at start compares each
+    the modules of the models around it to ``loading/classes.py``. The check at start compares each
     step of the tail with stock's, so it finds what was misunderstood.
 
     Attributes:

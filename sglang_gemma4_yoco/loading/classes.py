@@ -10,11 +10,9 @@ All is judged when a runner starts. What functions call in turn, such as kernels
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.nn.modules import module as torch_module
 
@@ -22,37 +20,38 @@ from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.models import registry
 
-#: The models around a text model that were read: they give its rows to their logits processor.
+#: SGLang's models around a text model: they give its rows to their logits processor.
 OUTER_MODELS = (
-    "sglang.srt.models.gemma4_mm.Gemma4ForConditionalGeneration",
-    "sglang.srt.models.gemma4_causal.Gemma4ForCausalLM",
-    "sglang.srt.models.gemma4_unified.Gemma4UnifiedForConditionalGeneration",
-    "sglang.srt.models.gemma3n_mm.Gemma3nForConditionalGeneration",
-    "sglang.srt.models.gemma3n_causal.Gemma3nForCausalLM",
+    *("sglang.srt.models.gemma4_mm", "sglang.srt.models.gemma4_causal"),
+    *("sglang.srt.models.gemma4_unified", "sglang.srt.models.gemma3n_mm"),
+    "sglang.srt.models.gemma3n_causal",
 )
-#: Their parts that run before the text model, and see none of its rows.
-TOWERS = {"vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio"}
-
-#: What rows pass through in all models: SGLang's classes, whose methods are judged before there is
-#: a model, and so are the functions of their modules. Not every release has all of them.
-CLASSES = (
+#: Modules of ``sglang.srt.layers`` that all these use. Not every release has all of them.
+LAYERS = (
+    *("activation", "attention.base_attn_backend", "attention.hybrid_attn_backend"),
+    *("layer_boundary.residual.batch", "layer_boundary.residual.stream", "layer_boundary.stage"),
+    *("layernorm", "linear", "logits_processor", "logprob_processor", "quantization.unquant"),
+    *("radix_attention", "rotary_embedding.base"),
+    *(f"attention.{module}" for module in compat.attention.BACKENDS.values()),
+)
+#: All functions and classes of these are judged, before there is a model too.
+MODULES = (
     *OUTER_MODELS,
-    *(
-        f"sglang.srt.layers.attention.{module}.{name}"
-        for name, module in compat.attention.BACKENDS.items()
-    ),
-    *Path(__file__).with_name("classes.txt").read_text().split(),
+    "sglang.srt.models.gemma3_causal",
+    *(f"sglang.srt.layers.{name}" for name in LAYERS),
 )
-#: Attributes of these classes that see no rows, whoever has replaced them.
-WITHOUT_ROWS = {
-    *("__init__", "__new__", "config_class", "load_weights", "pad_input_ids", "post_init"),
-    *("tie_weights", "get_image_feature", "get_video_feature", "get_audio_feature"),
+#: Parts of a model that run before the text model, and see none of its rows.
+TOWERS = {"vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio"}
+#: Methods that see no rows, whoever has replaced them.
+NO_ROWS = {
+    *("__init__", "__new__", "load_weights", "pad_input_ids"),
+    *("get_image_feature", "get_video_feature", "get_audio_feature"),
 }
-#: Attributes of modules, and of torch for all of them, that are hooks by their numbers.
-HOOKS = {
-    *("_forward_pre_hooks", "_forward_hooks"),
-    *("_global_forward_pre_hooks", "_global_forward_hooks"),
-}
+#: The ends of the names under which modules, and torch for all of them, have hooks by numbers.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+#: The attributes in which methods, properties, partials, kernels and wrappers have a function.
+WRAPPED = ("__func__", "__wrapped__", "fget", "func", "fn")
+HOOK_REGISTRY = "sglang.srt.plugins.hook_registry"
 #: Packages whose code is known: SGLang, what the modules above import, and this one. The standard
 #: library's as well, but for its mocks, which hide what they call.
 PACKAGES = {
@@ -66,35 +65,25 @@ REPLACED = "a text model's forward is no longer this package's: something else i
 NOT_JUDGED = "it could not be found out whose code reads the model's rows"
 
 
-class Unknown(NamedTuple):
-    """Code that is not known: where it is, with a verb; its module; its name there."""
-
-    place: str
-    module: str
-    name: str
+#: Code that is not known: where it is, with a verb; its module; its name there.
+Unknown = tuple[str, str, str]
 
 
-def find_reason(runner: Any) -> str | None:
-    """Why rows may be read that this runner's model has not computed, or None. Never raises."""
-    model, backend = runner.model, runner.attn_backend  # whose class ``limits`` judges
+def find_reason(outer: type, runner: Any = None) -> str | None:
+    """Why rows may be read that the model has not computed, or None. Never raises.
+
+    Args:
+        outer: the class of the model around the text model.
+        runner: SGLang's ``ModelRunner``; None where no model is loaded.
+    """
     try:
-        of_model = find_unknown(type(model), _list_objects(model))
-        return judge_classes([*of_model, *_find_in(type(backend).__name__, vars(backend))])
+        refused = list(_find_unknown(outer, runner))
     except Exception as failure:  # noqa: BLE001 - of objects that are like no others
         log.log_failure("Gemma 4 fast prefill: looking for other people's code failed", failure)
         return NOT_JUDGED
-
-
-def judge_classes(found: Iterable[Unknown]) -> str | None:
-    """Why this code refuses a server, or None."""
-    refused = list[Unknown]()
-    for one in found:
-        names = {one.module, f"{one.module}.{one.name}"}
-        if names.isdisjoint(settings.current.trust):
-            refused.append(one)
     if refused:
         place, module, name = refused[0]
-        modules = ",".join(dict.fromkeys(one.module for one in refused))
+        modules = ",".join(dict.fromkeys(module for _, module, _ in refused))
         return (
             f"{place} {module}.{name}, which may read rows that are not computed: see "
             f"docs/help.md; {VARIABLE}={modules} accepts it"
@@ -110,30 +99,28 @@ def is_ours(function: Any) -> bool:
     return getattr(function, "__globals__", None) is vars(forward)
 
 
-def find_unknown(outer: type, objects: Mapping[str, Any]) -> Iterator[Unknown]:
-    """The code that is not known where rows pass.
-
-    Args:
-        outer: the class of the model around the text model.
-        objects: what the model has, by where it is; empty where none is loaded.
-    """
-    if f"{outer.__module__}.{outer.__qualname__}" not in OUTER_MODELS:
-        yield Unknown("the model is a", outer.__module__, outer.__qualname__)
-    classes = [outer, *map(type, objects.values())]
-    for name in CLASSES:
-        path, _, kind = name.rpartition(".")
-        module = sys.modules.get(path)  # what a release does not have, nothing can call
-        classes.append(getattr(module, kind, object))
-        yield from _find_in(path, getattr(module, "__dict__", {}))
+def _find_unknown(outer: type, runner: Any) -> Iterator[Unknown]:
+    """The code that is not known where rows pass."""
+    if not (outer.__module__ in OUTER_MODELS or _is_trusted(outer.__module__, outer.__name__)):
+        yield "the model is a", outer.__module__, outer.__name__
+    classes, owners = [outer], [("all modules", torch_module)]
+    for path in MODULES:
+        module = sys.modules.get(path)
+        if module is not None:  # nothing can call what is not there
+            owners.append((path, module))
+            found = filter(inspect.isclass, vars(module).values())
+            classes += [kind for kind in found if kind.__module__ == path]
+    if runner is not None:
+        objects = _list_objects(runner.model)
+        classes += map(type, objects.values())
+        backend = runner.attn_backend  # whose class ``limits`` judges
+        owners += [*objects.items(), (type(backend).__name__, backend)]
     for base in dict.fromkeys(base for kind in classes for base in kind.__mro__):
-        if not _is_known(base.__module__):
-            yield Unknown("the model has a", base.__module__, base.__qualname__)
-        for one in _find_in(base.__qualname__, vars(base)):
-            if one.module != base.__module__:  # a class that is trusted has its own methods
-                yield one
-    for place, part in objects.items():
-        yield from _find_in(place, getattr(part, "__dict__", {}))
-    yield from _find_in("all modules", vars(torch_module))
+        for module, name in _find_definitions(base):
+            yield "the model has a", module, name
+        owners.append((base.__name__, base))
+    for place, owner in owners:
+        yield from _find_in(place, owner)
 
 
 def _list_objects(model: Any) -> dict[str, Any]:
@@ -149,50 +136,37 @@ def _list_objects(model: Any) -> dict[str, Any]:
     return objects
 
 
-def _find_in(place: str, attributes: Mapping[str, Any]) -> Iterator[Unknown]:
-    """The code that is not known among what these attributes are, or call.
-
-    A wrapper has what it wraps, and the hooks that it calls, in its closure or its attributes.
-    """
-    for name, value in attributes.items():
-        pending, seen = [value], dict[int, Any]()
-        if name in HOOKS:
-            pending = [*value.values()]
-        while pending and name not in WITHOUT_ROWS:
-            part = pending.pop()
-            if id(part) in seen or not (callable(part) or hasattr(type(part), "__get__")):
-                continue
-            seen[id(part)] = part  # kept, so that no other object gets its id
-            module, defined = _definition_of(part)
-            if not _is_known(module):
-                yield Unknown(f"{place}.{name} runs", module, defined)
-            pending += _list_called(part)
+def _find_in(place: str, owner: Any) -> Iterator[Unknown]:
+    """The code that is not known among the attributes of a module, class or object itself."""
+    for name, value in getattr(owner, "__dict__", {}).items():
+        called = [value]
+        if name.endswith(HOOKS):
+            called = [*value.values()]
+        for one in called:
+            for module, defined in _find_definitions(one):
+                # A class that is trusted has its own methods.
+                if name not in NO_ROWS and module != getattr(owner, "__module__", None):
+                    yield f"{place}.{name} runs", module, defined
 
 
-def _definition_of(part: Any) -> tuple[str, str]:
-    """The module in which a function or class is defined, or an object's class; and its name."""
-    if type(part) is FunctionType:
-        return str(part.__globals__.get("__name__")), part.__code__.co_name
-    # ``isinstance`` would ask the object, and a proxy answers for what is in it.
-    kind = type(part)
+def _find_definitions(part: Any) -> Iterator[tuple[str, str]]:
+    """Module and name of what is not known in this function, class or wrapper."""
+    kind = type(part)  # ``isinstance`` would ask the object, and a proxy answers for another one
+    if not (callable(part) or hasattr(kind, "__get__")):
+        return
     if issubclass(kind, type):
         kind = part
-    return kind.__module__, kind.__qualname__
-
-
-def _list_called(part: Any) -> Iterator[Any]:
-    """What a function, a method or an object may call, as far as it has it."""
-    kind = type(part)
-    if issubclass(kind, type):
+    module, name = kind.__module__, kind.__name__
+    if kind is FunctionType:
+        module, name = str(part.__globals__.get("__name__")), part.__code__.co_name
+    if not (module.partition(".")[0] in PACKAGES or _is_trusted(module, name)):
+        yield module, name
         return
-    yield from getattr(part, "__dict__", {}).values()
-    if kind.__module__ in ("builtins", "functools"):
-        for name in ("__func__", "func", "fget", "fset"):
-            yield getattr(part, name, None)
-        for cell in getattr(part, "__closure__", None) or ():
-            with suppress(ValueError):  # an empty cell
-                yield cell.cell_contents
+    for attribute in WRAPPED:
+        yield from _find_definitions(getattr(part, attribute, None))
+    if module == HOOK_REGISTRY:
+        yield from _find_definitions(inspect.getclosurevars(part).nonlocals.get("hook"))
 
 
-def _is_known(module: str) -> bool:
-    return module.partition(".")[0] in PACKAGES
+def _is_trusted(module: str, name: str) -> bool:
+    return module in settings.current.trust or f"{module}.{name}" in settings.current.trust

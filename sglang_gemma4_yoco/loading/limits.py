@@ -27,6 +27,10 @@ SGLANG_SERVES = (
     "that flag out to have this package's"
 )
 DUMPER = "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
+CANARY = (
+    "SGLang's KV canary would take the check's synthetic requests for violations: leave "
+    "--kv-canary out"
+)
 
 #: Arguments and, in capitals, environment variables that refuse a server if set, by reason.
 UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
@@ -116,6 +120,7 @@ _HIDDEN_STATE_ARGUMENTS = {
 _JUDGED_BY_VALUE = {
     "speculative_algorithm",
     "disaggregation_mode",
+    "kv_canary",
     "DUMPER_ENABLE",
     "DUMPER_SERVER_PORT",
     "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION",
@@ -146,6 +151,8 @@ def find_server_reason() -> str | None:
     # model is loaded, it has no hooks, and never dumps a tensor.
     if compat.server.dumper.may_enable:
         return DUMPER
+    if argument("kv_canary") not in (None, "none"):
+        return CANARY
     unknown = None
     if compat.release.is_newer_than_tested():
         unknown = _find_unknown()

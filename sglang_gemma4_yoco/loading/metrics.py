@@ -33,7 +33,6 @@ _COUNTERS = {
     ),
     "rows": ("Rows of prefills, by whether the KV-shared layers have computed them.", "part"),
     "audits": ("Prefills that were run again as stock, by whether a defect was found.", "result"),
-    "audit_greedy_changes": ("Rows of audited prefills whose likeliest token was another one.",),
 }
 
 
@@ -131,8 +130,8 @@ def _collect_counters(labels: Mapping[str, Any]) -> None:
     import prometheus_client
 
     of_metrics = {
-        name: prometheus_client.Counter(f"{_PREFIX}{name}_total", text, [*labels, *own])
-        for name, (text, *own) in _COUNTERS.items()
+        name: prometheus_client.Counter(f"{_PREFIX}{name}_total", text, [*labels, own])
+        for name, (text, own) in _COUNTERS.items()
     }
     worst = prometheus_client.Gauge(
         f"{_PREFIX}audit_worst_difference",
@@ -140,13 +139,13 @@ def _collect_counters(labels: Mapping[str, Any]) -> None:
         [*labels],
         multiprocess_mode="max",
     )
-    collected: dict[tuple[str, ...], int] = {}
+    collected: dict[tuple[str, str], int] = {}
 
     def collect_what_is_new() -> None:
         for key, number in _list_counts().items():
             if number != collected.get(key):
-                name, *own = key
-                counter = of_metrics[name].labels(*labels.values(), *map(make_label, own))
+                name, own = key
+                counter = of_metrics[name].labels(*labels.values(), make_label(own))
                 counter.inc(number - collected.get(key, 0))
                 collected[key] = number
         worst.labels(**labels).set(counters.audits.worst)
@@ -155,12 +154,11 @@ def _collect_counters(labels: Mapping[str, Any]) -> None:
     counters.observers.append(collect_what_is_new)
 
 
-def _list_counts() -> dict[tuple[str, ...], int]:
+def _list_counts() -> dict[tuple[str, str], int]:
     """All numbers, each by the name of its counter and the value of the label of its own."""
     return {
         **{("forwards", outcome): number for outcome, number in counters.forwards.items()},
         **{("rows", part): counters.rows[part] for part in counters.PARTS},
         ("audits", "agrees"): counters.audits.agree,
         ("audits", "differs"): counters.audits.differ,
-        ("audit_greedy_changes",): counters.audits.greedy_changes,
     }

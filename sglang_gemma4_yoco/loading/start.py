@@ -90,7 +90,7 @@ def _find_runner_reason(runner: Any, model: Any) -> str | None:
         return eligibility.CAPTURED_LAYERS
     return (
         find_model_reason(model)
-        or classes.find_reason(runner)
+        or classes.find_reason(type(runner.model), runner)
         or registry.find_kind(model).find_unsupported_reason(model, runner.attn_backend)
         or limits.find_backend_reason(runner.attn_backend)
         or limits.find_pool_reason(runner.token_to_kv_pool, runner.dtype)

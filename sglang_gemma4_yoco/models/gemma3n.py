@@ -21,10 +21,6 @@ TRITON_FAILS = (
     "SGLang cannot run Gemma 3n's prefills on Triton's attention, which returns heads that the "
     "layer does not flatten (sgl-project/sglang#37515)"
 )
-OTHER_WINDOW = (
-    "Triton's attention plans Gemma 3n's windows one key shorter than its layers' are, so the "
-    "first new row behind a cached prefix would see one key less than others"
-)
 FLASHINFER = (
     "FlashInfer's prefills of Gemma 3n may read other requests' K and V, or see one key less "
     "behind a cached prefix (docs/upstream.md)"
@@ -39,43 +35,17 @@ def find_unsupported_reason(model: Any, main: Any) -> str | None:
     known = compat.layers.gemma3n_causal
     reason = gemma4.find_donor_reason(model, known.Gemma3nDecoderLayer, known.Gemma3nAttention)
     for part in compat.attention.list_parts(main):
-        reason = reason or _find_backend_reason(model, part)
+        reason = reason or _find_backend_reason(type(part))
     return reason
 
 
-def _find_backend_reason(model: Any, backend: Any) -> str | None:
-    if type(backend).__name__ == "FlashInferAttnBackend":
+def _find_backend_reason(kind: type) -> str | None:
+    if kind.__name__ == "FlashInferAttnBackend":
         return FLASHINFER
-    if compat.attention.find_triton_class(backend.__class__) is None:
-        return None
-    if _projects_heads(model.layers[0].self_attn):
+    # In all releases that were tested. A tail on Triton is given flat heads (``_flatten_heads``).
+    if compat.attention.find_triton_class(kind) is not None:
         return TRITON_FAILS
-    if backend.sliding_window_size != compat.attention.find_window(model.layers) - 1:
-        return OTHER_WINDOW
     return None
-
-
-@torch.no_grad()
-def _projects_heads(attention: Any) -> bool:
-    """Whether SGLang's layer projects attention's output in the shape that attention gives it.
-
-    Its own code is run on one row, with an attention that returns [rows, heads, head_dim].
-    """
-    dimensions = list[int]()
-
-    def attend(queries: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return queries.new_zeros(len(queries), attention.num_heads, attention.head_dim)
-
-    def project(attended: torch.Tensor) -> tuple[torch.Tensor, None]:
-        dimensions.append(attended.dim())
-        return attended, None
-
-    norm = attention.q_norm.weight
-    row = norm.new_zeros(1, attention.config.hidden_size)
-    position = torch.zeros(1, dtype=torch.int64, device=norm.device)
-    with replaced(attention, attn=attend, o_proj=project):
-        attention.forward(hidden_states=row, positions=position, forward_batch=None)
-    return dimensions != [2]
 
 
 def get_row_shape(model: Any) -> tuple[int, ...]:

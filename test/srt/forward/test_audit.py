@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -41,8 +40,6 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 def test_what_is_right_agrees(engine: Engine, name: str) -> None:
     assert_audited(engine, BATCHES[name], FIRST_CUT)
     assert 0 < counters.audits.worst < 0.5  # of what is rounding
-    assert counters.audits.greedy_changes == 0
-    assert "forward" not in vars(engine.runner.model.logits_processor)
 
 
 def test_one_of_so_many_that_are_cut(engine: Engine) -> None:
@@ -65,7 +62,6 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
         _nothing_written(broken)
         engine.forward(scheduled, intermediate=True)
     assert counts() == (1, 1)
-    assert "forward" not in vars(engine.runner.model.logits_processor)
 
 
 # ---------------------------------------------------------------- what differs
@@ -132,31 +128,6 @@ def test_a_defect_that_an_audit_finds_is_answered_by_stock(
     assert start.get_state(engine.text_model).unsupported is None
 
 
-@pytest.mark.parametrize(
-    ("prompts", "flipped"),
-    [(TWO_PROMPTS, "next_token_logits"), (BATCHES["input logprobs"], "input_token_logprobs")],
-    ids=["logits", "log-probabilities"],
-)
-def test_what_sglang_makes_of_other_rows(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, prompts: Any, flipped: str
-) -> None:
-    """What the tail has computed is right, and not what SGLang reads of the forced forward."""
-    processor, forwards = engine.runner.model.logits_processor, count(1)
-    stock = type(processor).forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = stock(*args, **kwargs)
-        if next(forwards) == 2:  # of the rows that were forced
-            setattr(output, flipped, getattr(output, flipped).flip(0))
-        return output
-
-    scheduled = engine.schedule(prompts)
-    monkeypatch.setattr(type(processor), "forward", forward)
-    with audited(engine), switched("1"):
-        engine.forward(scheduled)
-    assert counts() == (0, 1)
-
-
 def test_lines_end_and_counts_go_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,7 +156,7 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
         assert_stock(engine, audit.DIFFERED)
         found = metrics.describe_state()["audits"]
         assert found.pop("worst") > 1
-        assert found == {"agree": 1, "differ": 1, "greedy_changes": 2}
+        assert found == {"agree": 1, "differ": 1}
 
 
 # ---------------------------------------------------------------- what fails
@@ -254,19 +225,6 @@ def test_a_forward_that_compares_itself(engine: Engine) -> None:
         patched.setattr(exit_check, "compare_exit", lambda *_: [Difference("a key", 0.0, 1.0)])
         run(engine, scheduled, "1")
     assert counts() == (1, 1)
-
-
-def test_logits_that_are_not_made_are_forgotten(engine: Engine) -> None:
-    """What was waiting for them is gone when the next audit begins."""
-    processor = engine.runner.model.logits_processor
-    scheduled = engine.schedule(TWO_PROMPTS)
-    with audited(engine), switched("1"):
-        fails = mock.patch.object(type(processor), "__call__", side_effect=InjectedError)
-        with fails, pytest.raises(InjectedError):
-            engine.forward(scheduled)
-        run(engine, scheduled, "1")
-    assert counts() == (1, 0)
-    assert "forward" not in vars(processor)
 
 
 # ---------------------------------------------------------------- settings and figures

@@ -17,11 +17,13 @@ from unittest import mock
 import pytest
 import torch
 from sglang.srt.layers import layernorm, logits_processor, radix_attention
+from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.models import gemma4_causal, gemma4_mm
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+import triton
 from harness.forwards import assert_fast, state_of
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.commands import preflight
@@ -83,10 +85,6 @@ class MyModel(gemma4_mm.Gemma4ForConditionalGeneration):
     """It overrides nothing."""
 
 
-class MyHead(gemma4_causal.Gemma4TextScaledWordEmbedding):
-    """It overrides nothing."""
-
-
 class MyNorm(layernorm.RMSNorm):
     """It overrides what a platform would."""
 
@@ -101,13 +99,13 @@ def assigned(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractConte
 
 
 @contextmanager
-def hooked_around_the_forward() -> Iterator[None]:
-    """A plugin has registered a hook, and SGLang has applied it."""
+def hooked(kind: HookType, hook: Callable[..., Any]) -> Iterator[None]:
+    """A plugin has registered a hook of the model's forward, and SGLang has applied it."""
     target = "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward"
     with ExitStack() as stack:
         for owner, name, value in (
             (MODEL, "forward", MODEL.forward),
-            (HookRegistry, "_hooks", {target: [(HookType.AROUND, passed_on, None)]}),
+            (HookRegistry, "_hooks", {target: [(kind, hook, None)]}),
             (HookRegistry, "_patched", set[str]()),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -125,10 +123,6 @@ CASES: dict[str, tuple[Foreign, str]] = {
     "a subclass of the model": (
         lambda engine: another_class(engine.runner.model, MyModel),
         "the model is a test_classes.MyModel",
-    ),
-    "a subclass of the head": (
-        lambda engine: another_class(engine.runner.model.language_model.embed_tokens, MyHead),
-        "the model has a test_classes.MyHead",
     ),
     "a subclass of a norm": (
         lambda engine: another_class(engine.text_model.norm, MyNorm),
@@ -166,6 +160,14 @@ CASES: dict[str, tuple[Foreign, str]] = {
         ),
         "LogitsMetadata.from_forward_batch runs test_classes.",
     ),
+    "a class": (
+        lambda _: assigned(gemma4_causal, "Gemma4RMSNorm", lambda _: MyNorm),
+        "sglang.srt.models.gemma4_causal.Gemma4RMSNorm runs test_classes.MyNorm",
+    ),
+    "a kernel": (
+        lambda _: assigned(triton_backend, "get_num_kv_splits_triton", lambda _: triton.jit(seen)),
+        "sglang.srt.layers.attention.triton_backend.get_num_kv_splits_triton runs test_classes.",
+    ),
     "a function": (
         lambda _: assigned(gemma4_mm, "general_mm_embed_routine", wrapped),
         "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.theirs",
@@ -178,9 +180,17 @@ CASES: dict[str, tuple[Foreign, str]] = {
         lambda _: mock.patch.dict(ATTENTION_BACKENDS, triton=built_differently),
         "WindowedTorchNativeBackend.forward runs test_classes.theirs",
     ),
-    "a plugin's hook": (
-        lambda _: hooked_around_the_forward(),
+    "a plugin's hook around a method": (
+        lambda _: hooked(HookType.AROUND, passed_on),
         "Gemma4TextModel.forward runs test_classes.passed_on",
+    ),
+    "a plugin's hook after a method": (
+        lambda _: hooked(HookType.AFTER, Callback()),
+        "Gemma4TextModel.forward runs test_classes.Callback",
+    ),
+    "a plugin's hook in place of a method": (
+        lambda _: hooked(HookType.REPLACE, functools.partial(seen)),
+        "Gemma4TextModel.forward runs test_classes.seen",
     ),
     "a hook before a norm": (
         lambda engine: engine.text_model.norm.register_forward_pre_hook(seen),
@@ -244,16 +254,15 @@ def test_foreign_code_refuses_a_server(
     assert judged() is None
 
 
-HEAD, NORM = f"{__name__}.MyHead", f"{__name__}.MyNorm"
+NORM = f"{__name__}.MyNorm"
 
 
 @pytest.mark.parametrize(
     ("trust", "refused"),
     [
-        ((HEAD, NORM), ""),
+        (("another", NORM), ""),
         ((__name__,), ""),
-        ((HEAD, f"{NORM}s"), f"the model has a {NORM},"),
-        (("test", f"{__name__}_2"), f"the model has a {HEAD},"),
+        (("test", f"{NORM}s", f"{__name__}_2"), f"the model has a {NORM},"),
     ],
 )
 def test_names_that_are_trusted(
@@ -265,8 +274,7 @@ def test_names_that_are_trusted(
 ) -> None:
     """A module, or a class in it, and no other."""
     setting(trust=trust)
-    embed_tokens = engine.runner.model.language_model.embed_tokens
-    with another_class(embed_tokens, MyHead), another_class(engine.text_model.norm, MyNorm):
+    with another_class(engine.text_model.norm, MyNorm):
         reason = judged() or ""
     assert reason.partition(" which")[0] == refused
 

@@ -76,7 +76,6 @@ PHASES = {
     "open_exits": "exits opened",
     "set_up": "the rest of the start",
     "Auditor.__call__": "audit",
-    "Auditor._compare_logits.<locals>.forward": "audit",
     "plan_batch": "planning",
     "PerLayerInputs.project": "layers before the cut",
     "write_keys_and_values": "K and V",

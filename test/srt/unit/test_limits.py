@@ -129,6 +129,8 @@ BESIDE_OTHERS: list[tuple[dict[str, Any], str | None]] = [
     (DRAFTS | {"enable_return_hidden_states": True}, HIDDEN_STATES_OF_DRAFTS),
     (DRAFTS | {"enable_return_aux_hidden_states": True}, HIDDEN_STATES_OF_DRAFTS),
     (DRAFTS | LAST, HIDDEN_STATES_OF_DRAFTS),
+    ({"kv_canary": "log"}, limits.CANARY),
+    ({"kv_canary": "raise"}, limits.CANARY),
     # These refuse nothing.
     ({}, None),
     (LAST | {"enable_return_hidden_states": True}, None),
@@ -137,6 +139,7 @@ BESIDE_OTHERS: list[tuple[dict[str, Any], str | None]] = [
     ({"speculative_algorithm": "NGRAM"}, None),
     ({"speculative_algorithm": "STANDALONE"}, None),
     (DRAFTS | {"disaggregation_mode": "null"}, None),
+    ({"kv_canary": "none"}, None),
 ]
 
 

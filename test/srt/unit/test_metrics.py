@@ -158,15 +158,14 @@ def test_what_was_counted_before_is_counted_at_once(
     registry: prometheus_client.CollectorRegistry,
 ) -> None:
     counters.count_ineligible("a reason", 3)
-    counters.count_audit(0.25, agrees=True, greedy_changes=1)
+    counters.count_audit(0.25, agrees=True)
     metrics.collect_metrics(LABELS)
     counters.count_ineligible("a reason", 4)
-    counters.count_audit(0.125, agrees=True, greedy_changes=0)
+    counters.count_audit(0.125, agrees=True)
     for name, labels, value in (
         ("forwards_total", {"outcome": "a_reason"}, 2),
         ("rows_total", {"part": "computed"}, 7),
         ("audits_total", {"result": "agrees"}, 2),
-        ("audit_greedy_changes_total", {}, 1),
         ("audit_worst_difference", {}, 0.25),
     ):
         of = LABELS | labels
