@@ -14,7 +14,7 @@ from sglang_gemma4_yoco.core.state import ModelState
 NOT_YET = "it is not captured yet"
 OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
-NOT_DECODING = "its rows are not a decode step on this attention backend"
+NOT_DECODING = "it extends, since this release of SGLang was not tested"
 QUANTISED = "the per-layer inputs are quantised"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
 # Arguments and, in capitals, environment variables with which a replay may differ, and why.

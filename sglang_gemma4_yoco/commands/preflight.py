@@ -40,9 +40,11 @@ _QUANTISING = (
 def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
     """Add everything that needs SGLang, which has loaded its plugins."""
     report.entries["plugins"]["installed"] = patch.installed
-    if compat.release.is_newer_than_tested():
-        known = f"newer than {compat.release.LAST_TESTED}, the last release tested"
-        report.add("SGLang", f"{known}: the tail may run eagerly")
+    untested = limits.find_release_reason()
+    if untested is not None:
+        report.refusals.append(untested)
+    elif compat.release.is_newer_than_tested():
+        report.add("SGLang", f"{compat.release.INSTALLED} was not tested: {limits.RUNS_UNTESTED}")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")
@@ -152,7 +154,7 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
         report.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
         report.refusals.append(EMBEDDINGS)
-    report.refusals += filter(None, (limits.find_server_reason(),))
+    report.refusals += filter(None, (limits.find_argument_reason(),))
     quantised = next(filter(None, map(argument, _QUANTISING)), report.entries["quantisation"])
     if quantised is not None:
         report.unknowns.append(

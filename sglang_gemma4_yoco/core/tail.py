@@ -26,8 +26,8 @@ class TailBackend:
     Attributes:
         main: the runner's attention backend.
         tail: a backend over the same pools, which nothing else uses.
-        decodes: a tail of one row per request runs as a decode step, else it extends. A release
-            that was never tested extends, until ``loading.start`` decides otherwise.
+        decodes: a tail of one row per request runs as a decode step, else it extends. On a release
+            that was not tested it extends: a decode step may count the keys of a window otherwise.
     """
 
     def __init__(self, main: Any, tail: Any) -> None:

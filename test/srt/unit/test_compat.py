@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -85,13 +84,35 @@ def test_a_planner_that_takes_no_buffer_is_left_alone(monkeypatch: pytest.Monkey
     assert backend.rooms == [None]
 
 
-def test_an_untested_release_extends_until_the_start_decides(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("installed", "is_newer"),
+    [
+        ("0.5.23", False),
+        ("0.5.23.0", False),
+        ("0.5.23+cu129", False),
+        ("0.5.23.post1", False),
+        ("0.5.23.post2+cu129", False),
+        ("0.5.23rc1", False),
+        ("0.5.23.dev7+g0123456", False),
+        ("0.5.22.post1", False),
+        ("0.5.24.dev0", True),
+        ("0.5.24.dev7+g0123456", True),
+        ("0.5.24rc1", True),
+        ("0.5.24a1.dev2", True),
+        ("0.5.24", True),
+        ("0.5.23.1", True),
+        ("0.6", True),
+        ("1!0.5.0", True),
+    ],
+)
+def test_what_is_newer_than_the_last_tested_release(
+    monkeypatch: pytest.MonkeyPatch, installed: str, is_newer: bool
 ) -> None:
-    monkeypatch.setattr(compat.release, "LAST_TESTED", Version(version("sglang")))
-    assert TailBackend(object(), Planning(511)).decodes
-    monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
-    assert not TailBackend(object(), Planning(511)).decodes
+    """There the tail extends; on all others it decodes."""
+    monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.23"))
+    monkeypatch.setattr(compat.release, "_RELEASE", compat.release.find_release(installed))
+    assert compat.release.is_newer_than_tested() == is_newer
+    assert TailBackend(object(), Planning(511)).decodes != is_newer
 
 
 @pytest.mark.skipif(
