@@ -23,7 +23,7 @@ _UNSUPPORTED = {
     "enable_memory_saver": "memory may be taken away and given back",
     "enable_symm_mem": "collectives need memory of their own",
     "disable_cuda_graph_padding": "rows must not be padded",
-    # 0.5.21 and later: while none of them is replayed.
+    # While none of them is replayed.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": "SGLang lends the memory of its graphs",
 }
 

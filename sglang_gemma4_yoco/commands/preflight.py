@@ -98,16 +98,13 @@ def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> 
     """Have SGLang resolve the flags, as in a server's scheduler; nothing is started."""
     report.begin("A server with these flags")
     report.add("flags", redact_flags(flags))
-    ranks = {}
-    if hasattr(runtime_context, "SpawnRanks"):  # from 0.5.21 on
-        ranks["ranks"] = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+    ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
     try:
         with redirect_stderr(io.StringIO()) as printed:
             args = server_args.prepare_server_args(list(flags))
-            if hasattr(args, "resolve_once"):  # from 0.5.20 on; before, the parser does it
-                args.resolve_once()
+            args.resolve_once()
             args.check_server_args()
-            runtime_context.publish(args, role="scheduler", **ranks)
+            runtime_context.publish(args, role="scheduler", ranks=ranks)
     except SystemExit as refused:
         error = printed.getvalue().partition(": error: ")[2].partition("\n")[0]
         why = error or "with --help or --version they start no server"

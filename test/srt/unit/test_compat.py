@@ -11,7 +11,6 @@ import pytest
 import torch
 from packaging.version import Version
 from sglang.srt.layers.attention import triton_backend
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
@@ -70,20 +69,6 @@ def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
     assert triton_backend.update_sliding_window_buffer is stock
 
 
-def test_a_planner_that_takes_no_buffer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a newer release may have it: it then reads how large one must be."""
-    calls: list[Any] = []
-    monkeypatch.setattr(triton_backend, "update_sliding_window_buffer", lambda *a: calls.append(a))
-    compat.attention._find_window_planner.cache_clear()
-    try:
-        backend = Planning(511)
-        compat.attention.plan_tail(backend, batch(ForwardMode.DECODE))
-    finally:
-        compat.attention._find_window_planner.cache_clear()
-    assert backend.planned == [512]
-    assert backend.rooms == [None]
-
-
 @pytest.mark.parametrize(
     ("installed", "is_newer"),
     [
@@ -115,9 +100,6 @@ def test_what_is_newer_than_the_last_tested_release(
     assert TailBackend(object(), Planning(511)).decodes != is_newer
 
 
-@pytest.mark.skipif(
-    not hasattr(AttentionBackend, "shared_read_ends"), reason="this SGLang waits for all forwards"
-)
 @pytest.mark.parametrize("is_hybrid", [False, True])
 def test_slots_of_the_window_are_those_of_the_plan(is_hybrid: bool) -> None:
     """With ``trtllm_mha`` the scheduler may have rewritten the table that has them as well."""
