@@ -31,10 +31,7 @@ except ImportError:  # as in ``loading.start``
 # Beside the weights: what some tools write in place of an entry of the config.
 _QUANTISATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
 # Arguments with which linear layers may be of another kind than the checkpoint's.
-_QUANTISING = (
-    *("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
-    "torchao_config",
-)
+_QUANTISING = ("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile")
 
 
 def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
@@ -157,7 +154,7 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
         report.unknowns.append(
             f"quantisation {quantised}: the kinds of layers are settled when weights are loaded. "
             "Those whose rows do not depend on each other are admitted: among them fp8, AWQ, GPTQ "
-            "and compressed-tensors, but not GGUF, bitsandbytes of 8 bits and torchao"
+            "and compressed-tensors, but not GGUF and bitsandbytes of 8 bits"
         )
     cache = argument("kv_cache_dtype")
     if cache not in (None, "auto"):
