@@ -42,8 +42,8 @@ def engine(tiny_checkpoint: Any) -> Engine:
 def untested(engine: Engine, setting: Callable[..., None]) -> Iterator[Callable[..., None]]:
     """Have an SGLang start that is newer than the last tested one, with these settings."""
 
-    def start(**fields: bool) -> None:
-        setting(graph_rows=MOST, **fields)
+    def start(*, untested: bool = False, self_check: bool = True) -> None:
+        setting(graph_rows=MOST, untested=untested, self_check=self_check)
         engine.runner.init_attention_backends()
         with recorded_decode_steps(engine):
             pass
@@ -125,6 +125,7 @@ def test_without_the_check_it_is_stock(engine: Engine, untested: Callable[..., N
 def test_a_model_outside_of_a_server_is_stock(engine: Engine) -> None:
     """Also for the published helper, which asks before a runner has started the model."""
     with mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0")):
-        assert limits.find_server_reason() is not None
+        with settings_changed(untested=False):
+            assert limits.find_server_reason() is not None
         with settings_changed(untested=True), replaced(compat.server, has_name=lambda _: True):
             assert limits.find_server_reason() is None
