@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Does SGLang answer sooner with this package, and does it give the same answers?
 
-``python3 scripts/demo.py`` needs Python 3.11 or later (3.10 up to SGLang 0.5.21) and 12 GB
-of disk, nothing else. It
+``python3 scripts/demo.py`` needs Python 3.11 or later and 12 GB of disk, nothing else. It
 
 1. makes a virtual environment with SGLang and this package (11 GB of disk, once),
 2. makes a small random Gemma 4 with E2B's proportions (unless ``--model`` names a real one),
@@ -127,8 +126,8 @@ def main(argv: Sequence[str]) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     try:
-        if not sys.platform.startswith("linux") or sys.version_info < (3, 10):
-            raise SetupError("SGLang runs on Linux, with Python 3.11 (3.10 up to SGLang 0.5.21).")
+        if not sys.platform.startswith("linux") or sys.version_info < (3, 11):
+            raise SetupError("SGLang runs on Linux, with Python 3.11 or later.")
         args.work_dir = make_work_dir(args.work_dir)
         if not args.no_venv:
             bootstrap(args)

@@ -37,7 +37,6 @@ def check_version() -> None:
 def _install() -> None:
     check_version()
     try:  # with the switch at 0 nothing of SGLang is imported
-        from sglang_gemma4_yoco import compat
         from sglang_gemma4_yoco.loading import patch
     except ImportError as missing:
         raise RuntimeError(
@@ -45,14 +44,7 @@ def _install() -> None:
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         ) from missing
     patch.patch_sglang()
-    if compat.release.is_newer_than_tested():
-        logger.warning(
-            "Gemma 4 fast prefill %s is installed; SGLang %s is newer than %s, the last release "
-            "that it was tested with",
-            *(__version__, version("sglang"), compat.release.LAST_TESTED),
-        )
-    else:
-        logger.info("Gemma 4 fast prefill %s is installed", __version__)
+    logger.info("Gemma 4 fast prefill %s is installed", __version__)
 
 
 @functools.cache  # another call in this process does nothing

@@ -75,6 +75,12 @@ class Settings:
         "1 to shorten prefills that SGLang replays from CUDA graphs as well, and to repair their "
         "capture where --cuda-graph-backend-prefill asks for it; 0 for neither",
     )
+    untested: bool = _setting(
+        False,
+        _FLAG,
+        "1 to run on a release of SGLang after the last tested one, if the check at start agrees; "
+        "0: SGLang serves there as stock",
+    )
     trust: tuple[str, ...] = _setting(
         (),
         _NAMES,

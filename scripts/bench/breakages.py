@@ -172,14 +172,9 @@ def _scattered(
         output.index_fill_(0, index, 0).index_copy_(0, (index - 1).clamp_min(0), kept)
 
 
-def as_returned(rows: torch.Tensor) -> Any:
-    """``rows`` as a decoder layer returns them: up to SGLang 0.5.21 in a pair with None."""
-    return rows if compat.layers.HAS_RESIDUAL_STREAM else (rows, None)
-
-
 def _skipped_layer(stock: Callable[..., Any], layers: list[Any], **others: Any) -> Any:
     def skipping(*_: Any, **kwargs: Any) -> Any:
-        return as_returned(kwargs["hidden_states"])
+        return kwargs["hidden_states"]
 
     with replaced(layers[2], forward=skipping):
         return stock(layers=layers, **others)

@@ -6,29 +6,38 @@ what SGLang's code does with it before you commit the list. It belongs there if 
 which rows of a prefill are read, nor where K and V are stored, nor how the layers are laid out,
 split or replayed; or if what it makes is judged in any case: the attention backend, the pools, the
 linear layers, each batch, the captured graphs. One that does not belongs into a table of
-``loading/limits.py``, and is then left out here. None is ever taken out: an older release may have
-it.
+``loading/limits.py``, and is then left out here. Names of a release that is no longer supported may
+be taken out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
 from scripts.command_line import new_parser
+from scripts.environment import REPO
+
+FILE = REPO / "test" / "srt" / "unit" / "reviewed_arguments.txt"
 
 
-def installed() -> frozenset[str]:
-    """The names of all server arguments and environment variables of the installed SGLang."""
+def installed() -> set[str]:
+    """Return the names of all server arguments and variables of the installed SGLang."""
+    from sglang.srt.debug_utils.dumper import DumperConfig
+    from sglang.srt.environ import EnvField, Envs
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_gemma4_yoco import compat
+    names = set(ServerArgs.__struct_fields__)
+    names |= {name for name, field in vars(Envs).items() if isinstance(field, EnvField)}
+    names |= {f"DUMPER_{field.name.upper()}" for field in dataclasses.fields(DumperConfig)}
+    return names
 
-    listed = getattr(ServerArgs, "__struct_fields__", None)  # 0.5.21; before, a dataclass
-    return frozenset(listed or ServerArgs.__dataclass_fields__).union(
-        compat.server.list_set_variables()
-    )
+
+def reviewed() -> set[str]:
+    """Return the names in the list."""
+    return {line for line in FILE.read_text().splitlines() if not line.startswith("#")}
 
 
 def main() -> None:
@@ -36,14 +45,13 @@ def main() -> None:
     new_parser(__doc__).parse_args()
     from sglang_gemma4_yoco.loading import limits
 
-    reviewed, judged = limits.REVIEWED_ARGUMENTS, limits.list_judged_arguments()
-    names = sorted((reviewed | installed()) - judged)
+    known = reviewed()
+    names = sorted((known | installed()) - limits.list_judged_arguments())
     for name in names:
-        if name not in reviewed:
+        if name not in known:
             print(f"review {name}")
-    written = limits.REVIEWED_FILE.read_text().splitlines()
-    about = [line for line in written if line.startswith("#")]
-    limits.REVIEWED_FILE.write_text("\n".join([*about, *names, ""]))
+    about = [line for line in FILE.read_text().splitlines() if line.startswith("#")]
+    FILE.write_text("\n".join([*about, *names, ""]))
 
 
 if __name__ == "__main__":

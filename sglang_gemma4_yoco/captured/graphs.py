@@ -208,7 +208,7 @@ class TailGraphs:
         """Plan in the buffers that the graph reads; ``live`` is None before the capture."""
         batch = self._batches[bucket]
         with compat.attention.widen_window(self._backend):
-            if live is not None and hasattr(live, "kv_loc_plan"):
+            if live is not None:
                 batch.kv_loc_plan = live.kv_loc_plan
             self._backend.init_forward_metadata_out_graph(batch, in_capture=live is None)
 

@@ -14,7 +14,7 @@ from sglang_gemma4_yoco.core.state import ModelState
 NOT_YET = "it is not captured yet"
 OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
-NOT_DECODING = "its rows are not a decode step on this attention backend"
+NOT_DECODING = "it extends, since this release of SGLang was not tested"
 QUANTISED = "the per-layer inputs are quantised"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
 # Arguments and, in capitals, environment variables with which a replay may differ, and why.
@@ -23,7 +23,7 @@ _UNSUPPORTED = {
     "enable_memory_saver": "memory may be taken away and given back",
     "enable_symm_mem": "collectives need memory of their own",
     "disable_cuda_graph_padding": "rows must not be padded",
-    # 0.5.21 and later: while none of them is replayed.
+    # While none of them is replayed.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": "SGLang lends the memory of its graphs",
 }
 

@@ -134,7 +134,7 @@ def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
         if call["per_layer_input"] is not None:
             visit(_INPUT, number, call["per_layer_input"])
         output = stock(*args, **kwargs)
-        visit(_OUTPUT, number, state.kind.view_rows(compat.layers.get_rows(output)))
+        visit(_OUTPUT, number, state.kind.view_rows(output))
         return output
 
     with ExitStack() as stack:

@@ -241,7 +241,7 @@ def make_prefill_batch(
         mm_inputs=[None] * size,
         lora_ids=[None] * size,
         spec_algorithm=compat.batch.SpeculativeAlgorithm.NONE,
-        capture_hidden_mode=compat.batch.get_captured_hidden_states(runner),
+        capture_hidden_mode=compat.batch.get_captured_hidden_states(),
         **_list_rows(requests),
     )
     batch.extend_logprob_start_lens_cpu = list(starts or batch.extend_seq_lens_cpu)
@@ -249,18 +249,15 @@ def make_prefill_batch(
     for name, value in {
         "contains_last_prefill_chunk": finishes,
         "req_pool_indices_cpu": batch.req_pool_indices.to("cpu", copy=True),
-        # How a captured prefill separates rows from padding, up to 0.5.19 and since then.
-        "num_token_non_padded_cpu": total,
+        # How a captured prefill separates rows from padding.
         "global_num_token_non_padded_cpu": total,
     }.items():
         if hasattr(batch, name):
             setattr(batch, name, value)
     if starts is not None:
         _want_logprobs(batch, requests, starts)
-    # Before 0.5.22 only pools that are not supported translate indices.
-    translator = getattr(runner, "kv_index_translator", None)
-    if translator is not None and hasattr(translator, "own_plan"):
-        translator.own_plan(batch).bind(batch, translator)
+    translator = runner.kv_index_translator
+    translator.own_plan(batch).bind(batch, translator)
     return batch
 
 

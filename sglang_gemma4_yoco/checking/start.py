@@ -12,7 +12,7 @@ compared, and its logits must be numbers. No slot of other requests may change i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,24 +93,10 @@ def find_reason() -> str | None:
 
 def check_model(runner: Any, state: ModelState) -> Checked:
     """Run and compare on a ``ModelRunner`` that serves no request; what was written is put back."""
-    return _check(runner, state, BothPaths.findings)
-
-
-def check_decode_step(runner: Any, state: ModelState) -> Checked:
-    """The same for the last rows alone, whose tail decodes: does it see what stock's rows see?
-
-    With queries of zeros attention is the mean of the values, so that no key more or less can hide.
-    """
-    return _check(runner, state, BothPaths.compare_last_rows)
-
-
-def _check(
-    runner: Any, state: ModelState, compare: Callable[[BothPaths], list[Difference]]
-) -> Checked:
     began = time.monotonic()
     try:
         with run_both_paths(runner, state) as both:
-            worst = rounding.find_worst(compare(both))
+            worst = rounding.find_worst(both.findings())
             if state.on_gpu:
                 both.compile_kernels(runner)
     except NotComparableError as why:
@@ -167,7 +153,7 @@ class BothPaths:
         last = KeptRows.suffixes(lens, lens)
         suffixes = KeptRows.suffixes(lens, lens, self._starts)
         with replaced(self._state, captured=None):
-            found = self.compare_last_rows()
+            found = self._on_stocks_rows(last)
             found += self._on_stocks_rows(suffixes, self._starts)
             found += self._on_stocks_rows(last, finishes=False)
         if captured is not None and captured.bucket_for(last) is not None:
@@ -176,11 +162,6 @@ class BothPaths:
         if self._requests.others_changed():
             found.append(rounding.make_defect(OTHERS_SLOTS))
         return found
-
-    def compare_last_rows(self) -> list[Difference]:
-        """The comparison of a tail of last rows; raises as ``findings`` does."""
-        lens = self._requests.lens
-        return self._on_stocks_rows(KeptRows.suffixes(lens, lens))
 
     def compile_kernels(self, runner: Any) -> None:
         """Run prefills whose kernels the comparisons do not compile; else a user's would wait."""

@@ -31,18 +31,17 @@ except ImportError:  # as in ``loading.start``
 # Beside the weights: what some tools write in place of an entry of the config.
 _QUANTISATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
 # Arguments with which linear layers may be of another kind than the checkpoint's.
-_QUANTISING = (
-    *("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
-    "torchao_config",
-)
+_QUANTISING = ("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile")
 
 
 def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
     """Add everything that needs SGLang, which has loaded its plugins."""
     report.entries["plugins"]["installed"] = patch.installed
-    if compat.release.is_newer_than_tested():
-        known = f"newer than {compat.release.LAST_TESTED}, the last release tested"
-        report.add("SGLang", f"{known}: the tail may run eagerly")
+    untested = limits.find_release_reason()
+    if untested is not None:
+        report.refusals.append(untested)
+    elif compat.release.is_newer_than_tested():
+        report.add("SGLang", f"{compat.release.INSTALLED} was not tested: {limits.RUNS_UNTESTED}")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")
@@ -96,16 +95,13 @@ def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> 
     """Have SGLang resolve the flags, as in a server's scheduler; nothing is started."""
     report.begin("A server with these flags")
     report.add("flags", redact_flags(flags))
-    ranks = {}
-    if hasattr(runtime_context, "SpawnRanks"):  # from 0.5.21 on
-        ranks["ranks"] = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+    ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
     try:
         with redirect_stderr(io.StringIO()) as printed:
             args = server_args.prepare_server_args(list(flags))
-            if hasattr(args, "resolve_once"):  # from 0.5.20 on; before, the parser does it
-                args.resolve_once()
+            args.resolve_once()
             args.check_server_args()
-            runtime_context.publish(args, role="scheduler", **ranks)
+            runtime_context.publish(args, role="scheduler", ranks=ranks)
     except SystemExit as refused:
         error = printed.getvalue().partition(": error: ")[2].partition("\n")[0]
         why = error or "with --help or --version they start no server"
@@ -152,13 +148,13 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
         report.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
         report.refusals.append(EMBEDDINGS)
-    report.refusals += filter(None, (limits.find_server_reason(),))
+    report.refusals += filter(None, (limits.find_argument_reason(),))
     quantised = next(filter(None, map(argument, _QUANTISING)), report.entries["quantisation"])
     if quantised is not None:
         report.unknowns.append(
             f"quantisation {quantised}: the kinds of layers are settled when weights are loaded. "
             "Those whose rows do not depend on each other are admitted: among them fp8, AWQ, GPTQ "
-            "and compressed-tensors, but not GGUF, bitsandbytes of 8 bits and torchao"
+            "and compressed-tensors, but not GGUF and bitsandbytes of 8 bits"
         )
     cache = argument("kv_cache_dtype")
     if cache not in (None, "auto"):

@@ -1,12 +1,9 @@
 """Attention backends: the one that a forward uses, the tail's own, how its steps are planned."""
 
 import dataclasses
-import inspect
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,8 +18,8 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode as capture_mode
 
 from sglang_gemma4_yoco.compat import batch, server
+from sglang_gemma4_yoco.replaced import replaced
 
-_WINDOW_PLANNER = "update_sliding_window_buffer"  # a function of Triton's backend
 TRITON = "TritonAttnBackend"
 #: SGLang's classes of attention backends that were read, and their modules.
 BACKENDS = {
@@ -65,10 +62,9 @@ def use_backend(backend: Any) -> AbstractContextManager[None]:
 def frees_tables_early(backend: Any) -> bool:
     """Whether SGLang's scheduler may rewrite its tables once ``backend`` has planned a prefill.
 
-    Backends declare it, in 0.5.17 none; the scheduler waits for the whole forward of the others.
+    Backends declare it; the scheduler waits for the whole forward of the others.
     """
-    ends = getattr(backend, "shared_read_ends", None)
-    early = ends is not None and ends(batch.ForwardMode.EXTEND).name == "PRE_REPLAY"
+    early = backend.shared_read_ends(batch.ForwardMode.EXTEND).name == "PRE_REPLAY"
     return early and not server.read_variable(server.BARRIER_VARIABLE)
 
 
@@ -114,14 +110,13 @@ def _counts_the_window_short(backend: Any) -> bool:
 def plan_tail(backend: Any, forward_batch: Any) -> None:
     """Build ``backend``'s attention metadata for the tail's batch, over the whole window.
 
-    From 0.5.22 on this reads nothing from the device. Before, Triton's planner reads two sizes.
+    This reads nothing from the device.
     """
     with ExitStack() as stack:
         if forward_batch.forward_mode is batch.ForwardMode.DECODE:
             stack.enter_context(widen_window(backend))
-        planner = _find_window_planner(backend.__class__)
-        if planner is not None and _counts_the_window_short(backend):
-            stack.enter_context(_allocate_windows(backend, planner, forward_batch.batch_size))
+        if _counts_the_window_short(backend):
+            stack.enter_context(_allocate_windows(backend, forward_batch.batch_size))
         backend.init_forward_metadata(forward_batch)
 
 
@@ -139,35 +134,21 @@ def widen_window(backend: Any) -> Iterator[None]:
         backend.sliding_window_size = window
 
 
-@cache
-def _find_window_planner(kind: type) -> ModuleType | None:
-    """The module whose function plans windows, if it writes into a buffer that it is given."""
-    triton = find_triton_class(kind)
-    if triton is None:
-        return None
-    module = sys.modules[triton.__module__]
-    function = getattr(module, _WINDOW_PLANNER, None)
-    if function is None or "window_kv_indices" not in inspect.signature(function).parameters:
-        return None
-    return module
-
-
 @contextmanager
-def _allocate_windows(backend: Any, planner: ModuleType, requests: int) -> Iterator[None]:
+def _allocate_windows(backend: Any, requests: int) -> Iterator[None]:
     """Have the windows' keys written into a buffer that is large enough for any.
 
     Without one, the planner reads from the device how many keys there are, to allocate as much.
     It writes request after request and notes where each begins, so the rest is not read. SGLang
     itself gives it a buffer in this way when it captures a CUDA graph.
     """
-    stock = getattr(planner, _WINDOW_PLANNER)
+    from sglang.srt.layers.attention import triton_backend  # which no other backend needs
+
     room = requests * backend.sliding_window_size
     buffer = torch.empty(room, dtype=torch.int64, device=backend.device)
-    setattr(planner, _WINDOW_PLANNER, partial(stock, window_kv_indices=buffer))
-    try:
+    planner = partial(triton_backend.update_sliding_window_buffer, window_kv_indices=buffer)
+    with replaced(triton_backend, update_sliding_window_buffer=planner):
         yield
-    finally:
-        setattr(planner, _WINDOW_PLANNER, stock)
 
 
 def count_keys_in_window(attention: Any) -> int:

@@ -1,6 +1,5 @@
 """SGLang's batch: its modes, and decode steps that are made here."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,12 +10,9 @@ CaptureHiddenMode = forward_batch_info.CaptureHiddenMode
 ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.ForwardMode
 
 
-def get_captured_hidden_states(runner: Any) -> Any:
-    """Which hidden states every batch of this server returns, whatever its requests want."""
-    of_server = forward_batch_info.get_server_return_hidden_states_mode
-    if inspect.signature(of_server).parameters:  # until 0.5.17
-        return of_server(runner.server_args)
-    return of_server()
+def get_captured_hidden_states() -> Any:
+    """Return which hidden states every batch of this server returns, whatever its requests want."""
+    return forward_batch_info.get_server_return_hidden_states_mode()
 
 
 def make_decode_step(requests: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor) -> Any:

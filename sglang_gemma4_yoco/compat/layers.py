@@ -3,19 +3,15 @@
 from typing import Any
 
 import torch
+from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.layers.linear import LinearBase as LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.models import gemma3n_causal as gemma3n_causal
 from sglang.srt.models import gemma4_causal as gemma4_causal
 
-# From 0.5.22 on Gemma 4's layers pass a residual stream on in the batch. In 0.5.21 only other
-# models' layers do.
-residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
-HAS_RESIDUAL_STREAM = residual_batch is not None
-
 
 def get_rows(output: Any) -> torch.Tensor:
-    """The hidden states in what a decoder layer returns."""
+    """Return the hidden states in a text model's output, [T, hidden] or a tuple that begins so."""
     if isinstance(output, tuple):
         output = output[0]
     rows: torch.Tensor = output
@@ -48,19 +44,18 @@ def is_plain_linear(projection: Any) -> bool:
 
 def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool:
     """Whether ``hidden_states`` is the whole residual: no update is pending."""
-    stream = getattr(forward_batch, "residual_stream", None)
+    stream = forward_batch.residual_stream
     if stream is None:
-        return True  # up to 0.5.21, and stand-ins: layers pass plain tensors
+        return True
     if stream.pending is not None:
         return False
     return stream.residual is None or stream.residual is hidden_states
 
 
 def start_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
-    """Begin the batch's residual stream with ``hidden_states``, where it has streams."""
-    if HAS_RESIDUAL_STREAM:
-        residual_batch.start(forward_batch)
-        residual_batch.set_written(hidden_states, forward_batch)
+    """Begin the batch's residual stream with ``hidden_states``."""
+    residual_batch.start(forward_batch)
+    residual_batch.set_written(hidden_states, forward_batch)
 
 
 def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
@@ -71,5 +66,4 @@ def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
 
 def end_residual(forward_batch: Any) -> None:
     """Free the residual's memory."""
-    if HAS_RESIDUAL_STREAM:
-        forward_batch.residual_stream = None
+    forward_batch.residual_stream = None

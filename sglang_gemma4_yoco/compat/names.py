@@ -1,13 +1,11 @@
 """What of SGLang is read by name, and the check that it is there.
 
-Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this folder.
+``plugin`` checks the supported range before it imports this folder.
 """
 
 import inspect
 from collections.abc import Iterator
-from importlib.metadata import version
 
-from packaging.version import Version
 from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 from sglang.srt.observability.metrics_collector import (
@@ -60,13 +58,6 @@ _CAPTURING = (
     (attention.capture_mode, "model_capture_mode"),
     (decode_graphs.parallel_state, "graph_capture"),
 )
-# The first release that has one of these, if it is not in all that are supported.
-_SINCE = {
-    "full_prefill_cuda_graph_capture": Version("0.5.22"),
-    "kv_loc_cols": Version("0.5.22"),
-    "residual_stream": Version("0.5.22"),
-    "token_indices_to_pool": Version("0.5.21"),
-}
 
 
 def _missing() -> Iterator[str]:
@@ -91,9 +82,8 @@ def _missing() -> Iterator[str]:
     for module, name in _CAPTURING:
         if not hasattr(module, name):
             yield f"{module.__name__}.{name}"
-    installed, known = Version(version("sglang")), batch.ForwardBatch.__dataclass_fields__
     for name in _FIELDS:
-        if name not in known and installed >= _SINCE.get(name, installed):
+        if name not in batch.ForwardBatch.__dataclass_fields__:
             yield f"ForwardBatch.{name}"
 
 
@@ -102,6 +92,6 @@ def check_names() -> None:
     missing = "; ".join(_missing())
     if missing:
         raise release.IncompatibleError(
-            f"SGLang {version('sglang')} lacks {missing}. "
+            f"SGLang {release.INSTALLED} lacks {missing}. "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         )

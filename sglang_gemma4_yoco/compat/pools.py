@@ -49,10 +49,7 @@ def write_keys_and_values(
             window_slots = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         if window_slots is None:
             window_slots = pool.translate_loc_from_full_to_swa(slots)
-    if hasattr(KVWriteLoc, "for_batch"):  # 0.5.22 and later: whose ids they are goes with them
-        target = KVWriteLoc.for_batch(forward_batch, swa_loc=window_slots)
-    else:
-        target = KVWriteLoc(slots, window_slots)
+    target = KVWriteLoc.for_batch(forward_batch, swa_loc=window_slots)
     pool.set_kv_buffer(attention, target, k, v)
 
 

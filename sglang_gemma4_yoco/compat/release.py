@@ -1,19 +1,33 @@
-"""The installed release of SGLang."""
+"""The installed release of SGLang, and the releases that this package was tested with."""
 
 from importlib.metadata import version
 
 from packaging.version import Version
 
-LAST_TESTED = Version("0.5.23")
+FIRST_TESTED, LAST_TESTED = Version("0.5.22"), Version("0.5.23")
+#: The installed version; read once, since it comes from a file.
+INSTALLED = version("sglang")
 
 
 class IncompatibleError(RuntimeError):
     """The installed SGLang is not one that this package can patch."""
 
 
-_INSTALLED = Version(version("sglang"))  # it is read from a file, and needed with every batch
+def find_release(installed: str) -> Version:
+    """Return the release that a version belongs to.
+
+    Local builds and post-releases belong to the release that they were made from, pre-releases to
+    the one that they precede.
+
+    >>> [str(find_release(name)) for name in ("0.5.23+cu129", "0.5.23.post1", "0.5.24rc1")]
+    ['0.5.23', '0.5.23', '0.5.24']
+    """
+    return Version(Version(installed).base_version)
+
+
+_RELEASE = find_release(INSTALLED)
 
 
 def is_newer_than_tested() -> bool:
-    """Whether the installed SGLang came out after the last release that was tested."""
-    return _INSTALLED > LAST_TESTED
+    """Return whether the installed SGLang belongs to a release after the last tested one."""
+    return _RELEASE > LAST_TESTED

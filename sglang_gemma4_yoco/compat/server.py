@@ -1,30 +1,22 @@
 """The running server: its arguments and environment variables, its ranks, its device."""
 
-import dataclasses
 from typing import Any
 
-import msgspec
 import torch
-from sglang.srt.debug_utils.dumper import DumperConfig as DumperConfig
+from sglang.srt.arg_groups.overrides import resolution_result
+from sglang.srt.debug_utils.dumper import DumperConfig
 from sglang.srt.debug_utils.dumper import dumper as dumper
-from sglang.srt.environ import EnvField as EnvField
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs
 
-from sglang_gemma4_yoco.compat import release
-
-try:
-    # 0.5.20 and later: the record keeps arguments as given, the resolved ones are kept apart.
-    from sglang.srt.arg_groups.overrides import resolution_result
-except ImportError:
-    resolution_result = None
 #: Set, Gemma 4 adds 1 to a copy of the positions; captured prefills read the original.
 POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
 BARRIER_VARIABLE = "SGLANG_FORCE_COARSE_WAR_BARRIER"
 #: The argument that turns SGLang's own fast prefill on, where it has one (its change #27183).
 FAST_PREFILL = "kv_sharing_fast_prefill"
+_DUMPER = "DUMPER_"  # the variables of SGLang's dumper, whose names are made of its fields
 
 
 def read_argument(name: str) -> Any | None:
@@ -35,47 +27,22 @@ def read_argument(name: str) -> Any | None:
     args = get_published_arguments()
     if not hasattr(args, name):
         return None
-    read = resolution_result or getattr
-    return read(args, name)
+    # The record keeps arguments as they were given, and resolved ones apart.
+    return resolution_result(args, name)
+
+
+def has_name(name: str) -> bool:
+    """Return whether this SGLang has a server argument or, in capitals, a variable of this name."""
+    if name.startswith(_DUMPER):
+        return hasattr(DumperConfig, name.removeprefix(_DUMPER).lower())
+    if name.isupper():
+        return hasattr(envs, name)
+    return hasattr(ServerArgs, name)
 
 
 def has_fast_prefill() -> bool:
     """Whether this SGLang has a fast prefill of its own, on or off."""
-    return hasattr(ServerArgs, FAST_PREFILL)
-
-
-def list_set_arguments() -> dict[str, bool]:
-    """Every argument of the installed SGLang, and whether the running server was given it.
-
-    Raises:
-        IncompatibleError: they cannot be listed.
-    """
-    if not issubclass(ServerArgs, msgspec.Struct):  # 0.5.21 and later; only newer ones matter
-        raise release.IncompatibleError(
-            "the server's arguments are not a record whose fields can be listed"
-        )
-    args, given = get_published_arguments(), {}
-    for field in msgspec.structs.fields(ServerArgs):
-        default = field.default
-        if field.default_factory is not msgspec.NODEFAULT:
-            default = field.default_factory()
-        given[field.name] = getattr(args, field.name, default) != default
-    return given
-
-
-def list_set_variables() -> dict[str, bool]:
-    """Every environment variable of SGLang and of its dumper, and whether it is set here.
-
-    One that is set to its default is not: SGLang sets some itself.
-    """
-    given = {}
-    for name, field in vars(type(envs)).items():
-        if isinstance(field, EnvField):
-            given[name] = field.is_set() and field.get() != field.default
-    config = DumperConfig.from_env()
-    for option in dataclasses.fields(DumperConfig):
-        given[f"DUMPER_{option.name.upper()}"] = getattr(config, option.name) != option.default
-    return given
+    return has_name(FAST_PREFILL)
 
 
 def read_variable(name: str) -> Any | None:

@@ -1,8 +1,7 @@
 """The tail: its attention backend, and how its layers are launched.
 
 The backend is a second one over the server's pools, planned after the first. Its metadata is built
-before the forward: up to SGLang 0.5.21 Triton's planner reads from the device and would stall the
-host there, and the scheduler may rewrite the tables that planning reads. It is not built on the
+before the forward: the scheduler may rewrite the tables that planning reads. It is not built on the
 runner's own backend: two metadata objects of one backend share buffers.
 """
 
@@ -26,8 +25,8 @@ class TailBackend:
     Attributes:
         main: the runner's attention backend.
         tail: a backend over the same pools, which nothing else uses.
-        decodes: a tail of one row per request runs as a decode step, else it extends. A release
-            that was never tested extends, until ``loading.start`` decides otherwise.
+        decodes: a tail of one row per request runs as a decode step, else it extends. On a release
+            that was not tested it extends: a decode step may count the keys of a window otherwise.
     """
 
     def __init__(self, main: Any, tail: Any) -> None:

@@ -91,7 +91,6 @@ class TailBatch:
             "extend_num_tokens": kept.count,
             # Attention narrows its rows to this count when it is the smaller one.
             "global_num_token_non_padded_cpu": kept.count,
-            "num_token_non_padded_cpu": kept.count,
             "extend_seq_lens": lens,
             "extend_prefix_lens": prefix_lens,
             "extend_start_loc": start_loc,
@@ -105,7 +104,7 @@ class TailBatch:
                 # A layer without K and V of its own reads those of this chunk from these slots, one
                 # for each query row.
                 "out_cache_loc": batch.out_cache_loc.index_select(0, index),
-                # The same rows of the iteration's translated slots (SGLang 0.5.22 and later).
+                # The same rows of the iteration's translated slots.
                 "kv_loc_cols": index,
             }
         input_ids = getattr(batch, "input_ids", None)

@@ -5,12 +5,11 @@ a server runs.
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core.eligibility import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
 
 # -- server arguments and environment variables ----------------------------------------------------
@@ -26,6 +25,8 @@ SGLANG_SERVES = (
     f"SGLang's own fast prefill is on (--{compat.server.FAST_PREFILL.replace('_', '-')}): leave "
     "that flag out to have this package's"
 )
+#: What holds on a release after the last tested one, where the setting ``untested`` is on.
+RUNS_UNTESTED = "arguments that are new in it are not judged; the tail extends, and runs eagerly"
 DUMPER = "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
 CANARY = (
     "SGLang's KV canary would take the check's synthetic requests for violations: leave "
@@ -125,11 +126,6 @@ _JUDGED_BY_VALUE = {
     "DUMPER_SERVER_PORT",
     "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION",
 }
-#: What needs no refusal, by reading SGLang's code.
-REVIEWED_FILE = Path(__file__).with_name("reviewed_arguments.txt")
-REVIEWED_ARGUMENTS = {
-    line for line in REVIEWED_FILE.read_text().splitlines() if not line.startswith("#")
-}
 
 
 def list_judged_arguments() -> set[str]:
@@ -137,8 +133,38 @@ def list_judged_arguments() -> set[str]:
     return (_JUDGED_BY_VALUE | _HIDDEN_STATE_ARGUMENTS).union(*UNSUPPORTED_ARGUMENTS.values())
 
 
+def find_release_reason() -> str | None:
+    """Return why the installed release of SGLang is not cut, or None.
+
+    With the setting ``untested`` a release after the last tested one is cut if the check at start
+    agrees. An argument that would refuse, and has another name there, must not pass as unset.
+    """
+    if not compat.release.is_newer_than_tested():
+        return None
+    installed, untested = compat.release.INSTALLED, settings.name_of("untested")
+    if not settings.current.untested:
+        tested = f"{compat.release.FIRST_TESTED} to {compat.release.LAST_TESTED}"
+        return (
+            f"SGLang {installed} is newer than the tested releases, {tested}: "
+            f"{untested}=1 runs it after the check at start"
+        )
+    if not settings.current.self_check:
+        check = settings.name_of("self_check")
+        return f"SGLang {installed} was not tested, and {untested}=1 needs {check}=1"
+    gone = [name for name in list_judged_arguments() if not compat.server.has_name(name)]
+    if gone:
+        names = ", ".join(sorted(map(_name_flag, gone)))
+        return f"SGLang {installed} lacks {names}, which may go by another name now"
+    return None
+
+
 def find_server_reason() -> str | None:
-    """Why the arguments or variables of this server refuse every batch of it, or None."""
+    """Why the release, arguments or variables of this server refuse every batch, or None."""
+    return find_release_reason() or find_argument_reason()
+
+
+def find_argument_reason() -> str | None:
+    """Return why the arguments or variables of this server refuse every batch, or None."""
     argument = compat.server.read_argument
     if compat.server.get_published_arguments() is None:
         return None
@@ -153,32 +179,7 @@ def find_server_reason() -> str | None:
         return DUMPER
     if argument("kv_canary") not in (None, "none"):
         return CANARY
-    unknown = None
-    if compat.release.is_newer_than_tested():
-        unknown = _find_unknown()
-    return (
-        unknown
-        or _check_speculation(argument)
-        or _check_hidden_states(argument)
-        or _check_table(argument)
-    )
-
-
-def _find_unknown() -> str | None:
-    """Why the arguments or variables of a newer SGLang cannot be judged, or None."""
-    try:
-        is_set = compat.server.list_set_arguments() | compat.server.list_set_variables()
-    except compat.release.IncompatibleError as unlisted:
-        return str(unlisted)
-    judged = list_judged_arguments()
-    gone = sorted(map(_name_flag, judged - is_set.keys()))
-    if gone:  # what it would refuse must not pass as unset
-        return f"this SGLang lacks {', '.join(gone)}, which may go by another name now"
-    known = judged | REVIEWED_ARGUMENTS
-    new = sorted(_name_flag(name) for name in is_set if is_set[name] and name not in known)
-    if new:
-        return f"{new[0]} is set, which this version has not judged"
-    return None
+    return _check_speculation(argument) or _check_hidden_states(argument) or _check_table(argument)
 
 
 def _name_flag(name: str) -> str:

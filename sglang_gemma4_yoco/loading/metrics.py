@@ -22,7 +22,7 @@ from sglang_gemma4_yoco.loading import limits
 #: The key in the internal state of each scheduler in /server_info.
 ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
-SERVER_UNSUPPORTED = "server_unsupported"
+SERVER_UNSUPPORTED, UNTESTED_RELEASE = "server_unsupported", "untested_release"
 
 _PREFIX = "sglang:gemma4_yoco_"
 # The name of a counter -> its documentation, and the label of its own.
@@ -87,9 +87,13 @@ def describe_state() -> dict[str, Any]:
 def make_label(outcome: str) -> str:
     """An outcome in snake case, for a metric; reasons of the whole server have one in common.
 
+    A release that was not tested has one of its own.
+
     >>> make_label("LoRA"), make_label("forward mode TARGET_VERIFY"), make_label("active_eager")
     ('lora', 'forward_mode_target_verify', 'active_eager')
     """
+    if outcome == limits.find_release_reason():
+        return UNTESTED_RELEASE
     if outcome in counters.server_reasons:
         return SERVER_UNSUPPORTED
     return re.sub(r"\W+", "_", outcome.replace("'", "")).lower().strip("_")

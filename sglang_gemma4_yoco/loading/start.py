@@ -75,12 +75,22 @@ def _start_state(runner: Any, model: Any) -> None:
     if exits is not None:
         state.on_close(partial(exits.close_exits, runner))
     if reason is None:
+        _note_untested()
         _compile_kernels(state)
     else:
         level = logging.INFO
-        if reason == limits.WRONG_REPLAYS:
+        if reason in (limits.WRONG_REPLAYS, limits.find_release_reason()):
             level = logging.WARNING
         counters.note_unsupported(reason, level, logged=eligibility.is_logged(reason))
+
+
+def _note_untested() -> None:
+    if compat.release.is_newer_than_tested():
+        log.log_once(
+            f"Gemma 4 fast prefill: SGLang {compat.release.INSTALLED} was not tested, and "
+            f"{settings.name_of('untested')}=1: {limits.RUNS_UNTESTED}",
+            logging.WARNING,
+        )
 
 
 def _find_runner_reason(runner: Any, model: Any) -> str | None:
@@ -201,8 +211,6 @@ def set_up(runner: Any, state: ModelState) -> None:
     # used below before it has run.
     compat.server.wait_for_device(runner.device)
     first = not state.serves
-    if first:
-        _decide_decoding(runner, state)
     lifecycle.capture_tail(runner, state, tail_graphs.check_graphs)
     checked = None
     if first:
@@ -218,32 +226,6 @@ def set_up(runner: Any, state: ModelState) -> None:
         state.after_cut = audit.make_auditor(runner, state)
         log.log_once(f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked}")
     tail_batch.pin_memory(runner.device)
-
-
-def _decide_decoding(runner: Any, state: ModelState) -> None:
-    """Does a tail of one row per request decode, and is captured, or does it extend, eagerly?
-
-    On a tested release it decodes, and a decode step that sees other keys is a defect, which the
-    check finds. On a newer one a decode step may count its keys differently, which is no defect. So
-    it is compared before anything is captured; with several ranks, all decode or none.
-    """
-    if not compat.release.is_newer_than_tested():
-        return
-    assert state.attention is not None
-    checked = Checked(unchecked=check.find_reason())
-    if checked.unchecked is None:
-        state.attention.decodes = True
-        checked = check.check_decode_step(runner, state)
-    is_shown = checked.worst is not None and checked.agrees
-    differ = ranks.find_difference(f"a decode step agrees with stock: {is_shown}")
-    state.attention.decodes = is_shown and differ is None
-    if not state.attention.decodes:
-        log.log_once(
-            "Gemma 4 fast prefill: the tail extends, and runs eagerly: SGLang is newer than "
-            f"{compat.release.LAST_TESTED}, and a decode step was not shown to see the same keys; "
-            f"{differ or checked}",
-            logging.WARNING,
-        )
 
 
 def _check_start(runner: Any, state: ModelState) -> Checked:

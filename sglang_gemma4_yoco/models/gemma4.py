@@ -156,9 +156,7 @@ def run_tail(
     positions: torch.Tensor,
     inputs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run the layers one by one, and the norm: [B, hidden]. From SGLang 0.5.22 on the batch holds
-    their residual stream.
-    """
+    """Run the layers one by one, and the norm: [B, hidden]; the batch holds the residual stream."""
     try:
         with share_own_keys_and_values(layers[0].self_attn):
             compat.layers.start_residual(batch, rows)
@@ -166,13 +164,12 @@ def run_tail(
             for number, layer in enumerate(layers):
                 if inputs is not None:
                     own_inputs = inputs[:, number, :]
-                output = layer(
+                rows = layer(
                     positions=positions,
                     hidden_states=rows,
                     per_layer_input=own_inputs,
                     forward_batch=batch,
                 )
-                rows = compat.layers.get_rows(output)
     finally:
         compat.layers.end_residual(batch)
     normed: torch.Tensor = model.norm(rows)

@@ -163,7 +163,7 @@ class Engine:
             ids = array("q", prompt.cached + prompt.new + prompt.to_come)
             req.origin_input_ids = req.full_untruncated_fill_ids = ids
             req.logprob_start_len = prompt.logprob_start
-            releases.extend(req, self.runner, len(prompt.cached), len(ids) - len(prompt.to_come))
+            req.prefix_len, req.extend_end = len(prompt.cached), len(ids) - len(prompt.to_come)
         batch = self._batch(reqs[: len(fresh)])
         if running is not None:
             _mix(batch, running, [prompt.new[0] for prompt in prompts[len(fresh) :]])
@@ -180,7 +180,7 @@ class Engine:
         for req, prompt in zip(batch.reqs, prompts, strict=True):
             if prompt.to_come:
                 done = len(prompt.cached) + len(prompt.new)
-                releases.extend(req, self.runner, done, done + len(prompt.to_come))
+                req.prefix_len, req.extend_end = done, done + len(prompt.to_come)
                 reqs.append(req)
         return self._batch(reqs)
 
@@ -218,7 +218,7 @@ class Engine:
         req.logprob.top_logprobs_num = 3
         req.logprob.token_ids_logprob = [5, 17]
         req.logprob_start_len = -1
-        releases.extend(req, self.runner, 0, len(ids))
+        req.prefix_len, req.extend_end = 0, len(ids)
         return req
 
     def _share_slots(self, reqs: Sequence[Req], prompts: Sequence[Prompt]) -> None:
@@ -228,8 +228,8 @@ class Engine:
                 continue
             length = len(prompt.cached)
             assert prompts[prompt.shares].cached[:length] == prompt.cached, "they begin otherwise"
-            donor = releases.row(reqs[prompt.shares])
-            table[releases.row(req), :length] = table[donor, :length]
+            donor = reqs[prompt.shares].kv.req_pool_idx
+            table[req.kv.req_pool_idx, :length] = table[donor, :length]
 
     def _batch(self, reqs: list[Req]) -> ScheduleBatch:
         batch = ScheduleBatch.init_new(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import SRTPlatform
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_gemma4_reference import invariance, releases, roles
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 CAPTURED = "GEMMA4_CPU_GRAPHS"
 
-# Names that Gemma 4 accepts (the second from 0.5.22 on). With the first SGLang requires pages of 64
-# or 128 tokens.
+# Names that Gemma 4 accepts. With the first SGLang requires pages of 64 or 128 tokens.
 FRONT_NAMES = ("intel_xpu", "fa4")
 
 
@@ -62,7 +61,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     @property
     def capabilities(self) -> Any:
         """Read at each call: a process may be forked with another environment."""
-        return releases.capabilities(
+        return PlatformCapabilities(
             supports_triton=triton_is_interpreted(), graph_capture=captures("decode")
         )
 
@@ -129,7 +128,6 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.model_executor import model_runner
 
-        releases.take_in_tree_paths(supports_triton=triton_is_interpreted())
         releases.take_graphs(captures)
         # On a CPU heads that tensor parallelism cannot split evenly are padded, for kernels
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.

@@ -1,14 +1,13 @@
-"""What differs between the SGLang releases that the CPU platform serves: 0.5.17 and later.
+"""SGLang's own calls that the CPU platform makes, and what differs between 0.5.22 and 0.5.23.
 
-Each function names the first release that does it in the way that is tried first. No other
-module of this distribution has such branches.
+No other module of this distribution asks which release is installed.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -17,54 +16,10 @@ from unittest import mock
 from packaging.version import Version
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
-
-
-def capabilities(*, supports_triton: bool, graph_capture: bool) -> Any:
-    """The platform's ``capabilities``, or None where a platform declares none (up to 0.5.21)."""
-    from sglang.srt.platforms import interface
-
-    if not hasattr(interface, "PlatformCapabilities"):
-        return None
-    return interface.PlatformCapabilities(
-        supports_triton=supports_triton, graph_capture=graph_capture
-    )
-
-
-def take_in_tree_paths(*, supports_triton: bool) -> None:
-    """Make the choices that a platform without capabilities cannot make (up to 0.5.21)."""
-    from sglang.srt.platforms import interface
-
-    if hasattr(interface, "PlatformCapabilities"):
-        return
-    pools: Any = import_module("sglang.srt.mem_cache.kv_cache_configurator")
-    # An out-of-tree platform gets one pool for all layers there, which has no window. Everything
-    # that is built for any other platform without kernels of its own is plain PyTorch.
-    pools.current_platform = interface.SRTPlatform()
-    if not supports_triton:
-        _replace_everywhere("sglang.srt.utils.common", "support_triton", lambda _: False)
-    processors: Any = import_module("sglang.srt.multimodal.processors.base_processor")
-    processors._is_cpu = True  # images: up to 0.5.20 whatever is no other device is a GPU
-    update_config: Any = import_module("sglang.srt.configs.update_config")
-    update_config.update_intermediate_size = _padding_what_there_is(
-        update_config.update_intermediate_size
-    )
-
-
-def _padding_what_there_is(stock: Callable[[Any, str, int], Any]) -> Callable[[Any, str, int], Any]:
-    """The CPU's padding of FFN widths, for a model that has no experts to pad."""
-
-    def update_intermediate_size(model_config: Any, name: str, multiple: int) -> Any:
-        config = model_config.hf_config
-        config = getattr(config, "text_config", config)
-        if getattr(config, name, multiple) is None:
-            return model_config
-        return stock(model_config, name, multiple)
-
-    return update_intermediate_size
 
 
 def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
@@ -76,19 +31,14 @@ def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
 
 
 def take_graphs(captures: Callable[[str], bool]) -> None:
-    """Have SGLang's machinery of CUDA graphs run on a CPU, where it queries a platform (0.5.23).
+    """Have SGLang's machinery of CUDA graphs run on a CPU.
 
     Args:
         captures: returns, when a server starts, whether SGLang captures its own steps of this kind:
             ``decode`` or ``prefill``.
     """
     import torch
-    from sglang.srt.platforms import interface
 
-    if not hasattr(interface.SRTPlatform, "get_full_graph_backend_cls"):
-        if captures("decode") or captures("prefill"):
-            raise RuntimeError("graphs are captured by SGLang 0.5.23 and later")
-        return
     from sglang_gemma4_reference import graph_backend
 
     graph_backend.give_graphs_to_torch_cpu()
@@ -146,7 +96,7 @@ def as_if_compiled(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_no_decode_steps() -> None:
-    """Have decode steps captured as they are (0.5.23 and later)."""
+    """Have decode steps captured as they are."""
     from sglang.srt.runtime_context import get_flags
 
     get_flags().capture.enable_torch_compile = False
@@ -184,37 +134,22 @@ def load_model(args: ServerArgs, rank: int) -> ModelRunner:
 def configure_process(args: ServerArgs, rank: int = 0) -> None:
     """Make these arguments the process's, as a server's processes do before they load a model."""
     from sglang.benchmark import one_batch
+    from sglang.srt import runtime_context
 
-    _resolve(args)
-    _publish(args, rank)
-    if hasattr(one_batch, "_init_process_global_configs"):  # 0.5.22
-        one_batch._init_process_global_configs()
+    args.resolve_once()
+    ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
+    runtime_context.publish(args, role="scheduler", ranks=ranks)
+    one_batch._init_process_global_configs()
 
 
 def _forget_the_graphs_memory() -> None:
-    """SGLang keeps one pool for the graphs of a process (0.5.23).
+    """SGLang keeps one pool for the graphs of a process.
 
     It dies with the graphs of an engine that is gone, and PyTorch then refuses to capture into it.
     """
-    runners: Any = import_module("sglang.srt.model_executor.runner")
-    forget = getattr(runners, "set_global_graph_memory_pool", None)
-    if forget is not None:
-        forget(None)
+    from sglang.srt.model_executor import runner
 
-
-def _resolve(args: ServerArgs) -> None:
-    if hasattr(args, "resolve_once"):  # 0.5.20; before, the constructor does it
-        args.resolve_once()
-
-
-def _publish(args: ServerArgs, rank: int) -> None:
-    from sglang.srt import runtime_context
-
-    if hasattr(runtime_context, "SpawnRanks"):  # 0.5.21
-        ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
-        runtime_context.publish(args, role="scheduler", ranks=ranks)
-    else:
-        runtime_context.publish(args, role="scheduler")
+    runner.set_global_graph_memory_pool(None)
 
 
 @contextmanager
@@ -225,61 +160,12 @@ def serving(args: ServerArgs) -> Iterator[None]:
     """
     from sglang.srt import runtime_context
 
-    _resolve(args)
+    args.resolve_once()
     args.check_server_args()
-    if hasattr(runtime_context, "use_context"):  # 0.5.22
-        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
-        context = runtime_context.create_context(args, role="scheduler", ranks=ranks)
-        with runtime_context.use_context(context):
-            yield
-        return
-    previous = None
-    with suppress(ValueError):  # none is published where no engine has been built yet
-        previous = runtime_context.get_server_args()
-    try:
-        with _groups_set_aside(args):
-            _publish(args, 0)
-            yield
-    finally:
-        if previous is not None:
-            _publish(previous, 0)
-
-
-@contextmanager
-def _groups_set_aside(args: ServerArgs) -> Iterator[None]:
-    """Let a server of several ranks be published in a process that has groups of one rank.
-
-    0.5.21 refuses that: it compares a server's sizes with the process's groups.
-    """
-    from sglang.srt import runtime_context
-
-    if args.tp_size == 1 or not hasattr(runtime_context, "SpawnRanks"):
+    ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+    context = runtime_context.create_context(args, role="scheduler", ranks=ranks)
+    with runtime_context.use_context(context):
         yield
-        return
-    parallel = runtime_context.get_parallel()
-    built, parallel._stamp = parallel._stamp, {}
-    try:
-        yield
-    finally:
-        parallel._stamp = built
-
-
-def extend(req: Req, runner: ModelRunner, start: int, end: int) -> None:
-    """Let the next prefill of ``req`` run its tokens [start, end); the ones before are cached."""
-    if hasattr(req, "extend_end"):  # 0.5.22
-        req.prefix_len, req.extend_end = start, end
-        return
-    if start:
-        slots = runner.req_to_token_pool.req_to_token[row(req), :start]
-        req.prefix_indices = slots.to(req.prefix_indices.dtype)
-    req.set_extend_range(start, end)
-
-
-def row(req: Req) -> int:
-    """The request's row in the table of slots."""
-    owner = req if hasattr(req, "req_pool_idx") else req.kv  # 0.5.18: on the latter
-    index: int = owner.req_pool_idx
-    return index
 
 
 def forward_batch(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
@@ -301,8 +187,7 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
     """Those of these server arguments that this SGLang does not have."""
     from sglang.srt.server_args import ServerArgs
 
-    known = getattr(ServerArgs, "__struct_fields__", None)  # 0.5.20; before, a dataclass
-    return sorted(set(names) - set(known or ServerArgs.__dataclass_fields__))
+    return sorted(set(names) - set(ServerArgs.__struct_fields__))
 
 
 @contextmanager
@@ -325,11 +210,6 @@ def unpublished() -> Iterator[None]:
         yield
     finally:
         context._server_args = previous
-
-
-def allocates_pages_without_triton() -> bool:
-    """Whether slots can be allocated in pages where no Triton kernel runs (0.5.22)."""
-    return _is_at_least("0.5.22")
 
 
 def marks_intermediate() -> bool:

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from harness.batches import BATCHES, batch_of
 from harness.decode_graphs import record_tail
-from harness.forwards import ENGINE, NEEDS_GRAPHS, assert_fast, attention_of, state_of
+from harness.forwards import ENGINE, assert_fast, attention_of, state_of
 from harness.layer_rows import LAYERS
 from harness.observe import run
 from sglang_gemma4_reference import releases
@@ -42,10 +42,7 @@ def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
     """By itself with pages of 64 tokens; the hybrid's are of 128, where SGLang requires them."""
     alone = {"page_size": 64, "cuda_graph_bs_decode": [2]}
     hybrid = {"attention_backend": None} | SPLIT
-    engine = started(tiny_checkpoint, **(alone if request.param == "alone" else hybrid))
-    if engine.runner.page_size > 1 and not releases.allocates_pages_without_triton():
-        pytest.skip("this SGLang allocates pages with Triton")
-    return engine
+    return started(tiny_checkpoint, **(alone if request.param == "alone" else hybrid))
 
 
 @contextmanager
@@ -78,7 +75,6 @@ def test_both_are_named(engine: Engine) -> None:
     assert named in state_of(engine).describe()
 
 
-@NEEDS_GRAPHS
 def test_the_captured_tail(engine: Engine) -> None:
     if type(engine.runner.attn_backend) is not FrontBackend:
         pytest.skip("one server's decode steps are captured here, the hybrid's on servers")

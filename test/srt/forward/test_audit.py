@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 
@@ -230,9 +229,6 @@ def test_a_forward_that_compares_itself(engine: Engine) -> None:
 # ---------------------------------------------------------------- settings and figures
 
 
-@pytest.mark.skipif(
-    not hasattr(AttentionBackend, "shared_read_ends"), reason="this SGLang waits for all forwards"
-)
 def test_none_where_tables_are_rewritten_meanwhile(
     engine: Engine, setting: Callable[..., None], said: Callable[..., list[str]]
 ) -> None:

@@ -29,7 +29,6 @@ from harness.forwards import (
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import run
 from harness.stand_ins import Doubled, Packed, halved_weights
-from scripts.bench.breakages import as_returned
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import cut, per_layer
@@ -215,14 +214,13 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
     """As padding for a kernel would bring: once, so that stock can serve the batch."""
     padded: list[torch.Tensor] = []
 
-    def pad(_: Any, __: Any, call: dict[str, Any], output: Any) -> Any:
+    def pad(_: Any, __: Any, call: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
         if padded or model.end_layer != FIRST_CUT:  # once, and not stock's
-            return output
-        hidden = compat.layers.get_rows(output)
+            return hidden
         padded.append(hidden)
         more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
         compat.layers.write_residual(call["forward_batch"], more)
-        return as_returned(more)
+        return more
 
     model = engine.text_model
     with model.layers[FIRST_CUT - 1].register_forward_hook(pad, with_kwargs=True):
@@ -230,7 +228,6 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
     assert len(padded) == 1
 
 
-@pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 def test_rows_that_a_stream_has_written_are_the_residual() -> None:
     """The package cuts where all of the residual is in the rows: on SGLang's streams."""
     from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD

@@ -26,7 +26,7 @@ from transformers import Gemma3nForCausalLM as HuggingFaceModel
 from harness.batches import BATCHES, batch_of
 from harness.checking import assert_audited, checked, find_defect
 from harness.decode_graphs import record_tail
-from harness.forwards import CHUNKS, ENGINE, NEEDS_GRAPHS, assert_fast, assert_stock, state_of
+from harness.forwards import CHUNKS, ENGINE, assert_fast, assert_stock, state_of
 from harness.observe import assert_same_cache, run
 from harness.random_batches import PROPERTIES, holds
 from harness.stand_ins import prefill_graphs
@@ -222,7 +222,6 @@ def test_in_bf16_with_sharp_attention(tmp_path: Path) -> None:
     assert_same_cache(stock, fast)
 
 
-@NEEDS_GRAPHS
 def test_a_captured_tail(checkpoint: Path) -> None:
     engine = Engine(checkpoint, **ENGINE, cuda_graph_bs_decode=[4])
     record_tail(engine, 4)

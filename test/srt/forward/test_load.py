@@ -122,22 +122,6 @@ def test_a_method_that_is_gone(
     assert f"'{owner.__name__}' has no attribute '{name}_by_another_name'" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("release", "pooled", "columns"),
-    [("0.5.20", False, False), ("0.5.21", True, False), ("0.5.22", True, True)],
-)
-def test_names_of_newer_releases(
-    monkeypatch: pytest.MonkeyPatch, release: str, pooled: bool, columns: bool
-) -> None:
-    """One that a release never had is not missed there."""
-    monkeypatch.setattr(compat.batch, "ForwardBatch", SimpleNamespace(__dataclass_fields__={}))
-    monkeypatch.setattr(compat.names, "version", lambda _: release)
-    missing = set(compat.names._missing())
-    assert "ForwardBatch.positions" in missing
-    assert ("ForwardBatch.token_indices_to_pool" in missing) == pooled
-    assert ("ForwardBatch.kv_loc_cols" in missing) == columns
-
-
 def _anything(*_: Any) -> None:
     """Accepts any arguments, and does nothing."""
 

@@ -56,7 +56,6 @@ def test_the_published_helper_plans_the_tail_of_an_intermediate_chunk(
     assert plans == [[1], [len(hidden)]]
 
 
-@pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 def test_the_published_helper_has_the_residual_of_the_kept_rows(
     engine: Engine, planned: Any
 ) -> None:

@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import distributed
 from torch.multiprocessing.spawn import start_processes
 
@@ -24,7 +23,6 @@ from harness.forked import preloaded
 from harness.forwards import (
     ENGINE,
     assert_fast,
-    attention_of,
     norm_called,
     with_one_argument_more,
 )
@@ -112,7 +110,6 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
     without_a_backend_on_one_rank(rank, engine)
     with_settings_of_its_own(rank, engine)
     with_a_norm_that_is_called_otherwise(engine)
-    on_a_release_that_was_never_tested(rank, engine)
     with_audits(rank, engine)
     # It ends that rank; and the other, which waits for it, when it is gone.
     engine.runner.init_attention_backends()
@@ -192,29 +189,6 @@ def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
         assert starting.get_state(model).unsupported is None
         starting.set_up(engine.runner, starting.get_state(model))
         assert_stock(engine, core_model.OTHER_END)
-
-
-def on_a_release_that_was_never_tested(rank: int, engine: Engine) -> None:
-    """A decode step that is wrong on one rank: the tails of both extend, and both cut."""
-    from sglang_gemma4_yoco.checking import start as checking
-
-    compare = checking.check_decode_step
-
-    def differing(*args: Any) -> Any:
-        found = compare(*args)
-        assert found.agrees
-        if rank == 1:
-            return checking.Checked(unchecked="of this rank alone")
-        return found
-
-    with (
-        mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0")),
-        mock.patch.object(checking, "check_decode_step", differing),
-    ):
-        engine.runner.init_attention_backends()
-        starting.set_up(engine.runner, starting.get_state(engine.text_model))
-        assert not attention_of(engine).decodes
-        assert_fast(engine, ONE_PROMPT, tail_mode="EXTEND")
 
 
 def with_audits(rank: int, engine: Engine) -> None:

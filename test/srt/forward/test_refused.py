@@ -17,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.models import gemma4_diffusion
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -73,7 +74,6 @@ def test_diffusion_has_a_text_model_of_its_own() -> None:
 
     That is what SGLang's classes say; no diffusion model runs here.
     """
-    gemma4_diffusion = pytest.importorskip("sglang.srt.models.gemma4_diffusion")  # 0.5.20
     own = []
     for _, kind in inspect.getmembers(gemma4_diffusion, inspect.isclass):
         assert not issubclass(kind, Gemma4TextModel)

@@ -1,16 +1,13 @@
-"""A release of SGLang that was never tested: does the tail decode, and is it captured?
+"""A release of SGLang after the last tested one: stock, unless the operator wants it.
 
-Its decode step may count the keys of a window differently. So a decode step is compared with stock
-on the server itself, before anything is captured. On Triton: ``triton/test_planning``.
+With ``SGLANG_GEMMA4_YOCO_UNTESTED=1`` it is cut after the check at start; the tail extends, since
+its decode step may count the keys of a window differently, and is not captured.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -18,37 +15,21 @@ import pytest
 from packaging.version import Version
 
 from harness.batches import batch_of
-from harness.checking import counted
 from harness.decode_graphs import recorded_decode_steps
-from harness.forwards import (
-    ENGINE,
-    NEEDS_GRAPHS,
-    assert_fast,
-    attention_of,
-    outcomes,
-    state_of,
-)
-from sglang_gemma4_reference.checkpoint import E2B_TINY
+from harness.forwards import ENGINE, assert_fast, assert_stock, attention_of, outcomes, state_of
+from scripts.bench.breakages import BREAKAGES
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.loading import limits, metrics
 from sglang_gemma4_yoco.replaced import replaced
 
-pytestmark = [
-    NEEDS_GRAPHS,
-    pytest.mark.usefixtures("forgotten_reports"),
-    pytest.mark.skipif(
-        Version(version("sglang")) < compat.release.LAST_TESTED,
-        reason="an older release lacks arguments that a newer one is refused without",
-    ),
-]
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 MOST = 4
 #: All but the last have more keys than a window.
 PROMPTS = batch_of((0, 40), (90, 5), (0, 3))
-#: Forwards of the check at start, and of the comparison before it.
-OF_THE_CHECK, OF_THE_COMPARISON = 5, 2
 
 
 @pytest.fixture(scope="module")
@@ -57,124 +38,94 @@ def engine(tiny_checkpoint: Any) -> Engine:
     return Engine(tiny_checkpoint, **ENGINE, cuda_graph_bs_decode=[MOST])
 
 
-@contextmanager
-def begun_anew(engine: Engine, tested: Version) -> Iterator[None]:
-    """The runner has new backends, and nothing is decided; so it is again after the span."""
-    with mock.patch.object(compat.release, "LAST_TESTED", tested):
+@pytest.fixture
+def untested(engine: Engine, setting: Callable[..., None]) -> Iterator[Callable[..., None]]:
+    """Have an SGLang start that is newer than the last tested one, with these settings."""
+
+    def start(*, untested: bool = False, self_check: bool = True) -> None:
+        setting(graph_rows=MOST, untested=untested, self_check=self_check)
         engine.runner.init_attention_backends()
-        yield
+        with recorded_decode_steps(engine):
+            pass
+
+    with (
+        mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0")),
+        mock.patch.object(compat.server, "has_name", return_value=True),
+    ):
+        yield start
     engine.runner.init_attention_backends()
 
 
-@pytest.fixture
-def untested(engine: Engine) -> Iterator[None]:
-    """The installed SGLang claims to be newer than the last one that was tested."""
-    with begun_anew(engine, Version("0.5.0")):
-        yield
+def test_by_default_it_is_stock(
+    engine: Engine, untested: Callable[..., None], said: Callable[..., list[str]]
+) -> None:
+    """One line says why, and it is the reason in /server_info; metrics count it by itself."""
+    untested()
+    reason = state_of(engine).unsupported
+    assert reason is not None
+    for part in (compat.release.INSTALLED, "0.5.22 to 0.5.0", "SGLANG_GEMMA4_YOCO_UNTESTED=1"):
+        assert part in reason
+    assert said() == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
+    assert said(logging.WARNING) == said()
+    assert_stock(engine, reason, PROMPTS)
+    state = metrics.describe_state()
+    assert (state["active"], state["reason"]) == (False, reason)
+    assert state["forwards"][metrics.UNTESTED_RELEASE] == 1
 
 
-@contextmanager
-def decode_windows(engine: Engine, *, more: int) -> Iterator[None]:
-    """A decode step of the tail's backend sees so many keys more in a window; an extend row not."""
-    tail = attention_of(engine).tail
-    stock = tail.forward_decode
-
-    def forward_decode(q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer.sliding_window_size > 0:
-            layer = copy.copy(layer)
-            layer.sliding_window_size += more
-        return stock(q, k, v, layer, *args, **kwargs)
-
-    with replaced(tail, forward_decode=forward_decode):
-        yield
-
-
-@contextmanager
-def captured(engine: Engine) -> Iterator[None]:
-    """SGLang has captured its decode steps, and the package what it will."""
-    with settings_changed(graph_rows=MOST), recorded_decode_steps(engine):
-        yield
-
-
-def assert_extends(engine: Engine, said: Callable[..., list[str]], why: str) -> None:
-    """The path is on, its tail extends, eagerly, answers are stock's, and one warning says so."""
+def test_with_the_setting_it_extends_eagerly(
+    engine: Engine, untested: Callable[..., None], said: Callable[..., list[str]]
+) -> None:
+    """After the check, and although SGLang's decode steps are captured."""
+    untested(untested=True)
     state = state_of(engine)
-    assert state.unsupported is None
-    assert state.captured is None
+    assert (state.unsupported, state.captured) == (None, None)
+    assert state.report["check"]["compared"] is not None
     assert state.report["tail"] == f"eager ({lifecycle.NOT_DECODING})"
-    [warning] = [line for line in said(logging.WARNING) if "the tail extends" in line]
-    assert why in warning
+    [warning] = said(logging.WARNING)
+    assert warning.endswith(f"SGLANG_GEMMA4_YOCO_UNTESTED=1: {limits.RUNS_UNTESTED}")
     assert_fast(engine, PROMPTS, tail_mode="EXTEND")
     assert outcomes() == {counters.TAIL_EAGER: 1}
+    with recorded_decode_steps(engine):  # as for new weights, while it serves
+        assert_fast(engine, PROMPTS, tail_mode="EXTEND")
 
 
-@pytest.mark.usefixtures("untested")
-def test_a_decode_step_that_is_shown_to_be_right_is_captured(
-    engine: Engine, said: Callable[..., list[str]]
+def test_its_decode_step_is_never_run(engine: Engine, untested: Callable[..., None]) -> None:
+    untested(untested=True)
+    with replaced(attention_of(engine).tail, forward_decode=None):
+        assert_fast(engine, PROMPTS, tail_mode="EXTEND")
+
+
+def test_a_check_that_finds_a_defect_turns_it_off(
+    engine: Engine, untested: Callable[..., None]
 ) -> None:
-    assert not attention_of(engine).decodes
-    with counted(engine) as forwards, captured(engine):
-        assert len(forwards) >= OF_THE_CHECK + OF_THE_COMPARISON
-        assert attention_of(engine).decodes
-        assert_fast(engine, PROMPTS, replays=True)
-    assert outcomes() == {counters.TAIL_CAPTURED: 1}
-    assert said(logging.WARNING) == []
+    with replaced(check, check_model=broken(check.check_model)):
+        untested(untested=True)
+    assert_stock(engine, check.FAILED, PROMPTS)
 
 
-@pytest.mark.usefixtures("untested")
-@pytest.mark.parametrize("more", [-1, 1])
-def test_a_decode_step_that_sees_other_keys_is_not_used(
-    engine: Engine, said: Callable[..., list[str]], more: int
-) -> None:
-    assert len(PROMPTS[0].new) > E2B_TINY.sliding_window + 1
-    with decode_windows(engine, more=more), captured(engine):
-        assert_extends(engine, said, " of layer ")
-        assert "check" in state_of(engine).report
+def broken(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The check of a model whose tail's keys are wrong."""
+
+    def check_model(runner: Any, state: Any) -> Any:
+        with BREAKAGES["keys doubled"](state):
+            return stock(runner, state)
+
+    return check_model
 
 
-def test_a_tested_release_compares_nothing_more(engine: Engine) -> None:
-    with (
-        begun_anew(engine, Version(version("sglang"))),
-        replaced(engine.runner, decode_cuda_graph_runner=None),
-        counted(engine) as forwards,
-    ):
-        engine.runner.init_decode_cuda_graph()
-        assert len(forwards) == OF_THE_CHECK
-        assert attention_of(engine).decodes
+def test_without_the_check_it_is_stock(engine: Engine, untested: Callable[..., None]) -> None:
+    untested(untested=True, self_check=False)
+    reason = state_of(engine).unsupported
+    assert reason is not None
+    assert reason.endswith("SGLANG_GEMMA4_YOCO_UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF_CHECK=1")
+    assert_stock(engine, reason, PROMPTS)
 
 
-@pytest.mark.usefixtures("untested")
-def test_without_the_check_it_extends(
-    engine: Engine, setting: Callable[..., None], said: Callable[..., list[str]]
-) -> None:
-    setting(self_check=False)
-    with captured(engine):
-        assert_extends(engine, said, f"not checked: {check.OFF}")
-
-
-@pytest.mark.usefixtures("untested")
-def test_a_decode_step_that_raises_is_not_used(
-    engine: Engine, said: Callable[..., list[str]]
-) -> None:
-    def forward_decode(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError("it needs K and V")
-
-    with replaced(attention_of(engine).tail, forward_decode=forward_decode), captured(engine):
-        [error] = said(logging.ERROR)
-        assert "it needs K and V" in error
-        assert_extends(engine, said, check.RAISED)
-
-
-@pytest.mark.usefixtures("untested")
-def test_graphs_that_are_captured_anew_find_it_decided(
-    engine: Engine, said: Callable[..., list[str]]
-) -> None:
-    """While it serves nothing is compared; what was decided at start stays."""
-    with captured(engine):
-        pass
-    with (
-        mock.patch.object(check, "check_decode_step", side_effect=AssertionError),
-        captured(engine),
-    ):
-        assert_fast(engine, PROMPTS, replays=True)
-    assert said(logging.WARNING) == []
+def test_a_model_outside_of_a_server_is_stock(engine: Engine) -> None:
+    """Also for the published helper, which asks before a runner has started the model."""
+    with mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0")):
+        with settings_changed(untested=False):
+            assert limits.find_server_reason() is not None
+        with settings_changed(untested=True), replaced(compat.server, has_name=lambda _: True):
+            assert limits.find_server_reason() is None

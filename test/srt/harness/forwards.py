@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 from sglang.srt.model_executor import forward_context
-from sglang.srt.platforms.interface import SRTPlatform
 
 from harness import observe
 from harness.batches import batch_of
@@ -52,10 +51,6 @@ CHUNKS = batch_of((20, 60), (0, 30), to_come=(21, 22))
 
 MARKS_CHUNKS = pytest.mark.skipif(
     not releases.marks_intermediate(), reason="this SGLang does not mark intermediate chunks"
-)
-NEEDS_GRAPHS = pytest.mark.skipif(
-    not hasattr(SRTPlatform, "get_full_graph_backend_cls"),  # 0.5.21
-    reason="this SGLang takes its graphs from no platform",
 )
 
 

@@ -17,6 +17,7 @@ from sglang.srt.model_executor import forward_context
 from harness.batches import kept_rows, new_rows
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
+from sglang_gemma4_yoco import compat
 
 #: Of logits of size 10, in fp32. The tail sums in another order than stock does, which moves an
 #: answer by 1e-5; one key more or less in a window moves it by 1e-2.
@@ -267,12 +268,15 @@ def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
         projected.append((kept, tail))
     if engine.text_model.per_layer_projection_norm is None:
         projected.clear()
+    mode = "EXTEND"
+    if kept == len(prompts) and not compat.release.is_newer_than_tested():
+        mode = "DECODE"
     return Expected(
         rows=[total] * front + [kept] * tail,
         attention_rows=[total] * front + [kept] * tail,
         attended=[(total, total)] * front + [(kept, 0)] * tail,
         front=front,
-        tail_mode="DECODE" if kept == len(prompts) else "EXTEND",
+        tail_mode=mode,
         laid_out=_tail_of(prompts),
         first_position=len(prompts[0].cached),
         projected=projected,

@@ -58,10 +58,7 @@ def prefill_graphs(backend: str, named: str | None = None, **sizes: Any) -> Iter
     """
     config = CudaGraphConfig(prefill=PhaseConfig(backend=backend, **sizes))
     arguments = SimpleNamespace(cuda_graph_config=config, cuda_graph_backend_prefill=named)
-    with (
-        mock.patch.object(compat.server, "get_server_args", return_value=arguments),
-        mock.patch.object(compat.server, "resolution_result", None),
-    ):
+    with mock.patch.object(compat.server, "get_server_args", return_value=arguments):
         yield
 
 

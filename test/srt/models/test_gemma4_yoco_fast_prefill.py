@@ -16,9 +16,14 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import plugin
+from sglang_gemma4_yoco import compat, plugin
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import start
+
+DECODES = pytest.mark.skipif(
+    compat.release.is_newer_than_tested(),
+    reason="on a release that was not tested the tail extends, which reads more of a batch",
+)
 
 
 class ExtendMode:
@@ -133,6 +138,7 @@ def test_eligibility_env_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model()._yoco_eligibility(batch([10, 5])) is True
 
 
+@DECODES
 @pytest.mark.parametrize("order", ["tensors first", "batch first"])
 def test_truncate_to_last_tokens_indices_and_restore(order: str) -> None:
     forward_batch, backend = batch([3, 4, 2], total=[3, 14, 2]), RecordingBackend()
@@ -172,6 +178,7 @@ def test_truncate_to_last_tokens_indices_and_restore(order: str) -> None:
     assert hidden[2, 0] == 2.0
 
 
+@DECODES
 def test_truncate_that_fails_leaves_the_batch_alone() -> None:
     class Failing(RecordingBackend):
         def init_forward_metadata(self, forward_batch: Any) -> None:

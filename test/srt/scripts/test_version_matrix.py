@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.metadata import requires
 from pathlib import Path
@@ -14,7 +15,9 @@ from scripts import environment
 from scripts.dev import version_matrix
 from sglang_gemma4_reference import roles
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.settings import name_of
 
+UNTESTED = name_of("untested")
 NEWEST = str(compat.release.LAST_TESTED)
 [SGLANG] = (one for one in requires("sglang-gemma4-yoco") or () if one.startswith("sglang"))
 [OLDEST] = (specifier.version for specifier in Requirement(SGLANG).specifier)
@@ -25,6 +28,7 @@ def test_everything_names_the_same_newest_release() -> None:
     """CONTRIBUTING.md has the list of them; ``compat.LAST_TESTED`` is what decides."""
     assert environment.SGLANG_VERSION == NEWEST
     assert (version_matrix.VERSIONS[0], version_matrix.VERSIONS[-1]) == (OLDEST, NEWEST)
+    assert str(compat.release.FIRST_TESTED) == OLDEST
     assert device.SGLANG == roles.SGLANG == NEWEST
     assert f"ARG SGLANG=v{NEWEST}\n" in (environment.REPO / "Dockerfile").read_text()
     readme = (environment.REPO / "README.md").read_text()
@@ -51,6 +55,27 @@ def test_each_week_all_of_them_are_tried_and_what_came_out_since() -> None:
         specifier = Requirement(wanted).specifier
         found[name] = [str(one) for one in specifier.filter(["0.5.16", NEWEST, "0.9.0rc1"])]
     assert found == {"newest": [NEWEST], "prerelease": [NEWEST, "0.9.0rc1"]}
+
+
+_TESTS = """
+import json, os, pathlib, sys
+pathlib.Path("environment.json").write_text(json.dumps(dict(os.environ)))
+"""
+
+
+@pytest.mark.parametrize("name", ["newest", "prerelease", NEWEST])
+def test_what_nobody_has_tested_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Else its tests would see stock. Here is what the tests of a release are started with."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "run_tests.py").write_text(_TESTS)
+    monkeypatch.delenv(UNTESTED, raising=False)
+    monkeypatch.setattr(version_matrix, "REPO", tmp_path)
+    monkeypatch.setattr(environment, "REPO", tmp_path)
+    version_matrix.try_release(name, tmp_path)
+    given = json.loads((tmp_path / "environment.json").read_text())
+    assert given.get(UNTESTED) == (None if name == NEWEST else "1")
 
 
 @pytest.mark.parametrize("name", version_matrix.FILES)

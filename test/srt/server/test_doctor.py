@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
@@ -25,13 +26,13 @@ from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import settings_changed
-from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.console import ENTRIES, Report
+from sglang_gemma4_yoco.commands.console import ENTRIES, CommandError, Report
 from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.exits import capture
-from sglang_gemma4_yoco.loading import patch
+from sglang_gemma4_yoco.loading import limits, patch
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
@@ -308,6 +309,31 @@ def test_a_plugin_that_refuses_this_sglang(served: list[str], tmp_path: Path) ->
     )
     assert (answer.status, answer.document["active"]) == (1, False)
     assert answer.document["reason"].startswith("SGLang 0.5.16 is not in the supported range")
+
+
+@pytest.mark.parametrize(
+    ("changed", "refusals"),
+    [
+        ({"untested": False}, ["is newer than the tested releases"]),
+        ({"untested": True, "self_check": False}, ["UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF"]),
+        ({"untested": True, "self_check": True}, []),
+    ],
+    ids=["default", "unchecked", "wanted"],
+)
+def test_a_release_that_was_not_tested(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, bool], refusals: list[str]
+) -> None:
+    """The reason is a server's own."""
+    monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
+    report = Report(entries={"plugins": {}})
+    report.begin("Model")
+    with settings_changed(**changed), pytest.raises(CommandError, match="no model is named"):
+        preflight.examine(report, None, [])
+    assert len(report.refusals) == len(refusals)
+    for shown, part in zip(report.refusals, refusals, strict=True):
+        assert part in shown
+    printed = [line for line in report.lines if limits.RUNS_UNTESTED in line]
+    assert len(printed) == 1 - len(refusals)
 
 
 def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def refusal(output: str) -> str:
 
 @pytest.mark.parametrize(("installed", "loads"), [("0.5.16", False), ("0.9.1", True)])
 def test_other_versions(tmp_path: Path, installed: str, loads: bool) -> None:
-    """Too old is refused by its number; newer than the last tested one is named, and patched."""
+    """Too old is refused by its number; newer is patched, and a model that starts says the rest."""
     code = f"""
         import importlib.metadata as metadata
         real = metadata.version
@@ -78,10 +78,9 @@ def test_other_versions(tmp_path: Path, installed: str, loads: bool) -> None:
     if loads:
         assert "patched True" in output
         (line,) = ours(output)
-        assert line.startswith("WARNING")
-        assert f"SGLang {installed} is newer than" in line
+        assert line.startswith("INFO")
     else:
-        assert f"SGLang {installed} is not in the supported range >=0.5.17" in refusal(output)
+        assert f"SGLang {installed} is not in the supported range >=0.5.22" in refusal(output)
 
 
 def test_a_module_that_moved(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of
 from harness.decode_graphs import record_tail
-from harness.forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, assert_fast, attention_of
+from harness.forwards import INTERPRETED_ENGINE, assert_fast, attention_of
 from harness.layer_rows import INTERPRETED
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
@@ -69,7 +69,7 @@ def started(checkpoint: Path, name: str, **arguments: Any) -> Engine:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.release] * (name in ("pages of 1", "pages of 16")))
+        pytest.param(name, marks=pytest.mark.release * (name in ("pages of 1", "pages of 16")))
         for name in SERVERS
     ],
 )
@@ -109,7 +109,6 @@ def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.release
-@NEEDS_GRAPHS
 def test_captured(checkpoint: Path) -> None:
     """Through Triton's planner of its graphs, over pages of 64."""
     engine = started(checkpoint, "pages of 64", cuda_graph_bs_decode=[2])

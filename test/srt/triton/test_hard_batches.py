@@ -25,7 +25,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of, rest_of, tokens
 from harness.decode_graphs import record_tail
-from harness.forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, attention_of, state_of
+from harness.forwards import INTERPRETED_ENGINE, attention_of, state_of
 from harness.layer_rows import TWO_POOLS
 from harness.observe import (
     TOLERANCE,
@@ -47,7 +47,7 @@ from harness.observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log, switched
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.replaced import replaced
 
@@ -157,12 +157,11 @@ CASES: dict[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = {
 def cases() -> Iterator[Any]:
     """(model, tail, batch): one model after the other, the eager tail first."""
     for (shape, tail), (every_run, release) in CASES.items():
-        graphs = [NEEDS_GRAPHS] * (tail == CAPTURED)
         for name in every_run:
-            yield pytest.param(shape, tail, name, marks=graphs)
+            yield pytest.param(shape, tail, name)
         for name in release:
             if name not in every_run:
-                yield pytest.param(shape, tail, name, marks=[pytest.mark.release, *graphs])
+                yield pytest.param(shape, tail, name, marks=pytest.mark.release)
 
 
 # SGLang's own, which is replaced while the tail is planned.
@@ -314,7 +313,6 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
     compare(engine, prompts, tail, stock, fast)
 
 
-@NEEDS_GRAPHS
 @pytest.mark.parametrize("engine", ["two pools"], indirect=True)
 def test_an_eager_plan_leaves_the_graphs_buffers(engine: Engine) -> None:
     """Where both were made in the same buffers, a replay would read another batch's keys."""
@@ -358,11 +356,8 @@ def tables_rewritten_once_planned(engine: Engine) -> Iterator[None]:
         table.copy_(before)
 
 
-@pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="stock itself reads them")
 @pytest.mark.parametrize("engine", ["two pools"], indirect=True)
-@pytest.mark.parametrize(
-    "tail", [EAGER, pytest.param(CAPTURED, marks=[NEEDS_GRAPHS, pytest.mark.release])]
-)
+@pytest.mark.parametrize("tail", [EAGER, pytest.param(CAPTURED, marks=pytest.mark.release)])
 def test_no_table_is_read_once_a_batch_is_planned(engine: Engine, tail: str) -> None:
     """Nor by the donor, which has a window here: where its K and V go was looked up before."""
     name = "prefixes at the window"

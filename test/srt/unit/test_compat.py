@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +11,6 @@ import pytest
 import torch
 from packaging.version import Version
 from sglang.srt.layers.attention import triton_backend
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
@@ -71,32 +69,37 @@ def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
     assert triton_backend.update_sliding_window_buffer is stock
 
 
-def test_a_planner_that_takes_no_buffer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a newer release may have it: it then reads how large one must be."""
-    calls: list[Any] = []
-    monkeypatch.setattr(triton_backend, "update_sliding_window_buffer", lambda *a: calls.append(a))
-    compat.attention._find_window_planner.cache_clear()
-    try:
-        backend = Planning(511)
-        compat.attention.plan_tail(backend, batch(ForwardMode.DECODE))
-    finally:
-        compat.attention._find_window_planner.cache_clear()
-    assert backend.planned == [512]
-    assert backend.rooms == [None]
-
-
-def test_an_untested_release_extends_until_the_start_decides(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(compat.release, "LAST_TESTED", Version(version("sglang")))
-    assert TailBackend(object(), Planning(511)).decodes
-    monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
-    assert not TailBackend(object(), Planning(511)).decodes
-
-
-@pytest.mark.skipif(
-    not hasattr(AttentionBackend, "shared_read_ends"), reason="this SGLang waits for all forwards"
+@pytest.mark.parametrize(
+    ("installed", "is_newer"),
+    [
+        ("0.5.23", False),
+        ("0.5.23.0", False),
+        ("0.5.23+cu129", False),
+        ("0.5.23.post1", False),
+        ("0.5.23.post2+cu129", False),
+        ("0.5.23rc1", False),
+        ("0.5.23.dev7+g0123456", False),
+        ("0.5.22.post1", False),
+        ("0.5.24.dev0", True),
+        ("0.5.24.dev7+g0123456", True),
+        ("0.5.24rc1", True),
+        ("0.5.24a1.dev2", True),
+        ("0.5.24", True),
+        ("0.5.23.1", True),
+        ("0.6", True),
+        ("1!0.5.0", True),
+    ],
 )
+def test_what_is_newer_than_the_last_tested_release(
+    monkeypatch: pytest.MonkeyPatch, installed: str, is_newer: bool
+) -> None:
+    """There the tail extends; on all others it decodes."""
+    monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.23"))
+    monkeypatch.setattr(compat.release, "_RELEASE", compat.release.find_release(installed))
+    assert compat.release.is_newer_than_tested() == is_newer
+    assert TailBackend(object(), Planning(511)).decodes != is_newer
+
+
 @pytest.mark.parametrize("is_hybrid", [False, True])
 def test_slots_of_the_window_are_those_of_the_plan(is_hybrid: bool) -> None:
     """With ``trtllm_mha`` the scheduler may have rewritten the table that has them as well."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from packaging.version import Version
@@ -33,8 +32,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from harness.stand_ins import server_args, skip_on_older
-from scripts.dev.reviewed_arguments import installed
+from scripts.dev import reviewed_arguments
 from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
@@ -165,7 +165,7 @@ def served_with(arguments: dict[str, Any]) -> Iterator[None]:
 
 @pytest.mark.parametrize(("arguments", "reason"), refusals())
 def test_an_argument_of_the_server(arguments: dict[str, Any], reason: str | None) -> None:
-    skip_on_older("SGLang", arguments.keys() - installed())
+    skip_on_older("SGLang", (name for name in arguments if not compat.server.has_name(name)))
     with served_with(arguments):
         assert limits.find_server_reason() == reason
 
@@ -211,12 +211,12 @@ def test_what_is_typed_is_judged_as_sglang_resolves_it(
 
 def test_every_argument_and_variable_is_judged_in_one_place() -> None:
     """What SGLang has changed since shows here first: scripts/dev/reviewed_arguments.py."""
-    judged, reviewed = limits.list_judged_arguments(), limits.REVIEWED_ARGUMENTS
-    unread = installed() - judged - reviewed
+    judged, known = limits.list_judged_arguments(), reviewed_arguments.reviewed()
+    unread = reviewed_arguments.installed() - judged - known
     assert unread == set(), f"read what SGLang does with {sorted(unread)}, and list them"
-    assert judged & reviewed == set()
+    assert judged & known == set()
     if Version(version("sglang")) == compat.release.LAST_TESTED:
-        assert judged - installed() == set()
+        assert [name for name in judged if not compat.server.has_name(name)] == []
 
 
 def test_every_argument_that_is_read_is_judged() -> None:
@@ -236,81 +236,34 @@ JUDGED = sorted(limits.list_judged_arguments())
 
 
 @pytest.fixture
-def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bool]]:
-    """A release that was never tested, by its names: whether each is set."""
-    names = dict.fromkeys(limits.REVIEWED_ARGUMENTS, True) | dict.fromkeys(JUDGED, False)
-    monkeypatch.setattr(compat.release, "is_newer_than_tested", lambda: True)
-    monkeypatch.setattr(compat.server, "list_set_arguments", lambda: names)
-    monkeypatch.setattr(compat.server, "list_set_variables", dict)
-    with releases.published():
-        yield names
-
-
-@pytest.mark.parametrize(
-    ("name", "flag"),
-    [
-        ("enable_surprises", "--enable-surprises"),
-        ("SGLANG_SURPRISE", "SGLANG_SURPRISE"),
-        ("DUMPER_SURPRISE", "DUMPER_SURPRISE"),
-    ],
-)
-def test_what_a_newer_release_has_besides(newer: dict[str, bool], name: str, flag: str) -> None:
-    """Unknown means no, where it is set. What is known is looked at by its value."""
-    newer |= {name: False, "enable_lora": True}
-    assert limits.find_server_reason() is None
-    newer[name] = newer[f"{name}_2"] = True
-    assert limits.find_server_reason() == f"{flag} is set, which this version has not judged"
+def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """A release after the last tested one, which the operator wants; what it has not is added."""
+    absent: list[str] = []
+    monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
+    monkeypatch.setattr(compat.server, "has_name", lambda name: name not in absent)
+    with releases.published(), settings_changed(untested=True, self_check=True):
+        assert limits.find_server_reason() is None
+        yield absent.append
 
 
 @pytest.mark.parametrize("name", JUDGED)
-def test_what_a_newer_release_lacks(newer: dict[str, bool], name: str) -> None:
-    del newer[name]
-    gone = f"this SGLang lacks {limits._name_flag(name)}, which may go by another name now"
-    assert limits.find_server_reason() == gone
+def test_what_a_newer_release_lacks(newer: Callable[[str], None], name: str) -> None:
+    newer(name)
+    gone = f"lacks {limits._name_flag(name)}, which may go by another name now"
+    assert str(limits.find_server_reason()).endswith(gone)
 
 
-class Later(msgspec.Struct):
-    model_path: str
-    sizes: list[int] = msgspec.field(default_factory=list)
-    mode: str | None = None
+def test_what_a_newer_release_is_given_is_judged(newer: Callable[[str], None]) -> None:
+    """By the tables; what is new in it is not."""
+    newer("enable_surprises")
+    with served_with({"enable_lora": True}):
+        assert limits.find_server_reason() == eligibility.LORA
 
 
-@pytest.mark.parametrize(
-    ("given", "is_set"),
-    [
-        ({}, set()),
-        ({"model_path": "path"}, {"model_path"}),
-        ({"sizes": [], "mode": None}, set()),
-        ({"sizes": [1]}, {"sizes"}),
-        ({"mode": "auto"}, {"mode"}),
-    ],
-)
-def test_what_is_set(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_set: set[str]
-) -> None:
-    monkeypatch.setattr(compat.server, "ServerArgs", Later)
-    monkeypatch.setattr(compat.server, "get_server_args", lambda: SimpleNamespace(**given))
-    names = ("model_path", "sizes", "mode")
-    assert compat.server.list_set_arguments() == {name: name in is_set for name in names}
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "is_set"),
-    [
-        ("SGLANG_LOG_MS", "1", True),
-        ("SGLANG_LOG_MS", "false", False),
-        ("SGLANG_CACHE_DIR", "/elsewhere", True),
-        ("DUMPER_DIR", "/elsewhere", True),
-        ("DUMPER_COLLECTIVE_TIMEOUT", "60", False),
-    ],
-)
-def test_which_variable_is_set(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_set: bool
-) -> None:
-    """One that has its default is not, as SGLang itself sets some."""
-    before = compat.server.list_set_variables()
-    monkeypatch.setenv(name, value)
-    assert compat.server.list_set_variables() == before | {name: is_set}
+def test_names_that_there_are_and_names_that_there_are_not() -> None:
+    for name in ("enable_lora", "SGLANG_LOG_MS", "DUMPER_ENABLE"):
+        assert compat.server.has_name(name)
+        assert not compat.server.has_name(f"{name}_{'BY' if name.isupper() else 'by'}")
 
 
 @pytest.mark.parametrize(
@@ -334,14 +287,6 @@ def test_the_dumper(
         assert limits.find_server_reason() == reason
         preflight._judge(report, {}, {}.get)
     assert report.refusals == ([reason] if reason else [])
-
-
-def test_arguments_that_cannot_be_listed_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat.release, "is_newer_than_tested", lambda: True)
-    monkeypatch.setattr(compat.server, "ServerArgs", SimpleNamespace)
-    with releases.published():
-        reason = limits.find_server_reason()
-    assert reason == "the server's arguments are not a record whose fields can be listed"
 
 
 # ---------------------------------------------------------------- attention backends

@@ -1,0 +1,57 @@
+"""A server of an SGLang after the last tested release: a copy of the package thinks that it is one.
+
+Single forwards: ``forward/test_untested_release``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.ask import generate, tokens
+from harness.layer_rows import assert_all_fast, assert_all_stock
+from harness.server import CAPTURED_ARGUMENTS, CAPTURED_GRAPHS, changed_package, running
+from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.commands.main import main
+from sglang_gemma4_yoco.loading import limits, metrics
+
+LAST = f'LAST_TESTED = Version("{compat.release.FIRST_TESTED}"), Version("'
+UNTESTED = settings.name_of("untested")
+
+
+@pytest.mark.parametrize(
+    "setting", [None, pytest.param("1", marks=pytest.mark.release)], ids=["default", "wanted"]
+)
+def test_a_server_of_an_untested_release(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    setting: str | None,
+) -> None:
+    changes = {f"{LAST}{compat.release.LAST_TESTED}": f"{LAST}0.5.0"}
+    path = changed_package(tmp_path / "path", "compat/release.py", changes)
+    env = CAPTURED_GRAPHS | {"PYTHONPATH": path, UNTESTED: setting}
+    how = {"arguments": CAPTURED_ARGUMENTS, "env": env}
+    with running(tiny_checkpoint, tmp_path, switch=None, **how) as server:
+        mark = server.mark()
+        generate(server, tokens(90, seed=1))
+        prefills = server.prefills(since=mark)
+        [scheduler] = server.states()
+        state, status = scheduler[metrics.ENTRY], main(["status", server.url])
+        said = capsys.readouterr().out
+        lines = server.log_lines(f"SGLang {compat.release.INSTALLED} ")
+    assert len(lines) == 1
+    if setting is None:
+        assert_all_stock(prefills)
+        assert (status, state["active"]) == (1, False)
+        assert f"{UNTESTED}=1 runs it after the check at start" in state["reason"]
+        assert said.endswith(f"NOT active: {state['reason']}\n")
+        assert lines[0].endswith(f"falls back to stock for this server: {state['reason']}")
+    else:
+        assert_all_fast(prefills)
+        assert (status, state["active"]) == (0, True)
+        assert state["tail"] == f"eager ({lifecycle.NOT_DECODING})"
+        assert state["check"]["compared"] is not None
+        assert lines[0].endswith(limits.RUNS_UNTESTED)
