@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, counters, log, settings
-from sglang_gemma4_yoco.checking import exits, layerwise, rounding
+from sglang_gemma4_yoco.checking import exit_check, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core import ranks
@@ -72,7 +72,7 @@ class Auditor:
         try:
             with rewrite_batch(plan.batch, {}):  # a forward that fails leaves its residual there
                 if forward.is_replay:  # it runs to its end in that memory
-                    self._judge(plan, exits.compare_exit(forward, plan, output))
+                    self._judge(plan, exit_check.compare_exit(forward, plan, output))
                     return output
                 stock, forced, found = self._run_again(forward, plan)
             if plan.runner is None:

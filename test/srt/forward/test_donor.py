@@ -221,7 +221,7 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
         hidden = compat.layers.get_rows(output)
         padded.append(hidden)
         more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
-        compat.layers.write_residual(call["forward_batch"], more)
+        compat.layers.start_residual(call["forward_batch"], more)
         return as_returned(more)
 
     model = engine.text_model
