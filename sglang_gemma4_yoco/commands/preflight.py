@@ -117,26 +117,20 @@ def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> 
 
 
 def _prefill_graphs(report: Report, config: Mapping[str, Any]) -> None:
-    """Would SGLang start with the prefill graphs of these flags, and are replays shortened?"""
+    """Would SGLang start with the prefill graphs of these flags?"""
     backend = compat.server.get_cuda_graph_backend("prefill")
-    if backend is None:
+    if backend is None or compat.release.is_newer_than_tested():
         return
-    disabled = "--cuda-graph-backend-prefill=disabled"
-    replays = "replayed prefills are shortened, where the check at start agrees"
-    if compat.release.is_newer_than_tested():
-        why = exit_setup.NOT_REPAIRED
-        replays = f"replayed prefills are not shortened ({why}); {disabled} shortens them"
-    elif not _is_repaired(config):
-        why = compat.captured_prefills.SHARED_LAYER_IDS
-        stops = f"SGLang does not start with prefill CUDA graphs of this model ({why})"
-        report.refusals.append(f"{stops}; {disabled} starts it")
-        return
-    report.add("prefill graphs", f"backend {backend!r}: {replays}")
-
-
-def _is_repaired(config: Mapping[str, Any]) -> bool:
     is_cut = patch.installed and limits.find_server_reason() is None
-    return is_cut and not _is_gemma3n(config) and exit_setup.is_repaired()
+    if is_cut and not _is_gemma3n(config) and exit_setup.is_repaired():
+        shortened = "replayed prefills are shortened, where the check at start agrees"
+        report.add("prefill graphs", f"backend {backend!r}: {shortened}")
+        return
+    report.refusals.append(
+        "SGLang does not start with prefill CUDA graphs of this model "
+        f"({compat.captured_prefills.SHARED_LAYER_IDS}); "
+        "--cuda-graph-backend-prefill=disabled starts it"
+    )
 
 
 def _is_gemma3n(config: Mapping[str, Any]) -> bool:

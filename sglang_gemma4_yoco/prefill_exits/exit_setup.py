@@ -22,10 +22,14 @@ from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.prefill_exits import graph_exits, text_inputs
 from sglang_gemma4_yoco.replaced import replaced
 
-NOT_REPAIRED = "SGLang's capture of prefills was not repaired"
-NOT_CAPTURED = "none: SGLang has captured no prefills"
+_DISABLED = "--cuda-graph-backend-prefill=disabled shortens prefills"
+# Why exits are closed.
+NOT_REPAIRED = f"SGLang's capture of prefills was not repaired; {_DISABLED}"
+NOT_CAPTURED = "SGLang has captured no prefills, although --cuda-graph-backend-prefill asks for it"
+OTHER_INPUTS = (
+    "captured prefills make other inputs of text than SGLang does eagerly; none of them is used"
+)
 NO_POINT = "some captured prefill does not run the layer inside which batches are cut"
-OTHER_INPUTS = "captured prefills make other inputs of text than SGLang does eagerly"
 
 
 def is_repaired() -> bool:
@@ -83,8 +87,7 @@ def _keep_to_text(runner: Any, state: ModelState) -> None:
             raise
         log.log_failure("Gemma 4 fast prefill: captured prefills could not be checked", failure)
     runner.prefill_cuda_graph_runner = None  # then SGLang runs prefills eagerly
-    state.report["exits"] = f"closed: {OTHER_INPUTS}"
-    log.log_error(f"Gemma 4 fast prefill: no captured prefill is used: {OTHER_INPUTS}")
+    _report(state, f"closed: {OTHER_INPUTS}", logging.ERROR)
 
 
 def drop_captured_prefills(runner: Any) -> None:
@@ -104,16 +107,18 @@ def open_exits(runner: Any, state: ModelState) -> None:
     """
     exits = graph_exits.get_exits(runner)
     if exits is None:
-        _report_no_exits(runner, state)
+        if compat.server.get_captured_prefills(runner) is not None:
+            _report(state, f"closed: {NOT_REPAIRED}", logging.WARNING)
+        elif compat.captured_prefills.are_named() and compat.server.runs_prefills_eagerly(runner):
+            _report(state, f"closed: {NOT_CAPTURED}", logging.WARNING)
         return
     exits.are_open = True  # what is checked leaves by them
     reason = _find_closed_reason(runner, state, exits)
     exits.are_open = reason is None
-    if reason is not None:
-        _report_closed(state, reason, logging.ERROR)
-        return
-    state.report["exits"] = f"open {exits}"
-    log.log_once(f"Gemma 4 fast prefill: exits from captured prefills are open {exits}")
+    if reason is None:
+        _report(state, f"open {exits}", logging.INFO)
+    else:
+        _report(state, f"closed: {reason}; {_DISABLED}", logging.ERROR)
 
 
 def _find_closed_reason(runner: Any, state: ModelState, exits: Any) -> str | None:
@@ -134,22 +139,6 @@ def _find_closed_reason(runner: Any, state: ModelState, exits: Any) -> str | Non
     return f"the check found {checked.worst}"
 
 
-def _report_no_exits(runner: Any, state: ModelState) -> None:
-    if compat.server.get_captured_prefills(runner) is not None:
-        _report_closed(state, NOT_REPAIRED, logging.WARNING)
-    elif compat.captured_prefills.are_named() and compat.server.runs_prefills_eagerly(runner):
-        state.report["exits"] = NOT_CAPTURED
-        log.log_once(
-            "Gemma 4 fast prefill: SGLang has captured no prefills, although "
-            "--cuda-graph-backend-prefill asks for it; they run eagerly, and are cut",
-            logging.WARNING,
-        )
-
-
-def _report_closed(state: ModelState, reason: str, level: int) -> None:
-    state.report["exits"] = f"closed: {reason}"
-    log.log_once(
-        f"Gemma 4 fast prefill: exits from captured prefills are closed: {reason}; "
-        "--cuda-graph-backend-prefill=disabled shortens prefills",
-        level,
-    )
+def _report(state: ModelState, fact: str, level: int) -> None:
+    state.report["exits"] = fact
+    log.log_once(f"Gemma 4 fast prefill: exits from captured prefills are {fact}", level)

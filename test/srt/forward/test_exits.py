@@ -134,15 +134,6 @@ def test_random_batches(engine: Engine) -> None:
     assert not {eligibility.EXITS_CLOSED, plan.NOT_PLANNED, counters.FAILED} & set(outcomes)
 
 
-def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
-    """A decoding request is one of them."""
-    fits = batch_of((0, 9), (3, 5), (40, 2))
-    four = [*fits, *batch_of((40, 1), decodes=True)]
-    assert assert_served_alike(engine, four) == counters.EXIT_CAPTURED
-    more = [*fits, *batch_of((0, 33), (7, 1))]
-    assert assert_served_alike(engine, more) == eligibility.TAIL_NOT_CAPTURED
-
-
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
 def test_text_with_a_literal_placeholder(engine: Engine, kind: str) -> None:
     """SGLang's eager model takes its per-layer embeddings from the padding; so must a graph."""
@@ -361,7 +352,7 @@ def test_graphs_that_were_not_repaired(
     assert state_of(engine).report["exits"] == f"closed: {exit_setup.NOT_REPAIRED}"
     [line] = caplog.records
     assert line.levelno == logging.WARNING
-    assert "--cuda-graph-backend-prefill=disabled shortens prefills" in line.getMessage()
+    assert exit_setup.NOT_REPAIRED in line.getMessage()
 
 
 def test_prefills_that_are_not_captured(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -372,8 +363,8 @@ def test_prefills_that_are_not_captured(engine: Engine, caplog: pytest.LogCaptur
         with mock.patch.object(compat.captured_prefills, "are_named", return_value=False):
             exit_setup.open_exits(runner, state)
     [line] = caplog.messages
-    assert "captured no prefills, although --cuda-graph-backend-prefill asks for it" in line
-    assert state.report["exits"] == exit_setup.NOT_CAPTURED
+    assert exit_setup.NOT_CAPTURED in line
+    assert state.report["exits"] == f"closed: {exit_setup.NOT_CAPTURED}"
 
 
 # ---------------------------------------------------------------- audited
@@ -552,7 +543,7 @@ def test_graphs_that_make_other_inputs_are_not_used(
     """Prefills run eagerly then, and are cut."""
     with OTHERWISE[otherwise](), captured_anew(engine):
         assert engine.runner.prefill_cuda_graph_runner is None
-        assert f"no captured prefill is used: {exit_setup.OTHER_INPUTS}" in caplog.text
+        assert exit_setup.OTHER_INPUTS in caplog.text
         assert state_of(engine).report["exits"].startswith("closed: ")
         counters.forwards.clear()
         engine.forward(engine.schedule(FULL))

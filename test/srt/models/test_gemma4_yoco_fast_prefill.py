@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
-from harness.stand_ins import eligible_batch
+from harness.stand_ins import eligible_batch, model
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import plugin
 from sglang_gemma4_yoco.core import eligibility
@@ -53,23 +52,6 @@ def batch(new: list[int], total: list[int] | None = None, **changes: Any) -> For
     return eligible_batch(**lengths, **changes)
 
 
-class StandIn(SimpleNamespace):
-    """A text model with the two helpers of the patched class."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_yoco"):
-            return getattr(Gemma4TextModel, name).__get__(self, type(self))
-        raise AttributeError(name)
-
-
-def model(shared: int = 20, capture: list[int] | None = None) -> StandIn:
-    return StandIn(
-        config=SimpleNamespace(num_hidden_layers=35, num_kv_shared_layers=shared),
-        pp_group=SimpleNamespace(is_first_rank=True, is_last_rank=True),
-        layers_to_capture=capture or [],
-    )
-
-
 @pytest.fixture(autouse=True)
 def _installed(setting: Callable[..., None]) -> Iterator[None]:
     """The patch, in a process that serves nothing, whatever other tests have started in it."""
@@ -91,26 +73,26 @@ TWO = batch([10, 5])
     ("served", "forward_batch", "reason"),
     [
         (model(), batch([10, 5, 7]), None),
-        (model(shared=0), batch([10, 5, 7]), start.NO_SHARED_LAYERS),
-        (model(), batch([1, 1, 1]), eligibility.NOTHING_TO_SKIP),  # a decode step
+        (model(num_kv_shared_layers=0), batch([10, 5, 7]), start.NO_SHARED_LAYERS),
         (model(), batch([10], forward_mode=ForwardMode.DECODE), "forward mode DECODE"),
-        (model(), logprobs_from(0, 0), eligibility.NOTHING_TO_SKIP),
         (model(), logprobs_from(10, 5), None),  # of the last rows alone
-        *((model(capture=[layer]), TWO, eligibility.CAPTURED_LAYERS) for layer in (14, 15, 28, 35)),
-        (model(capture=[2, 10]), TWO, None),
-        (model(capture=[2, 13]), TWO, None),
+        *(
+            (model(layers_to_capture=[layer]), TWO, eligibility.CAPTURED_LAYERS)
+            for layer in (14, 35)
+        ),
+        (model(layers_to_capture=[2, 13]), TWO, None),
     ],
 )
-def test_eligibility(served: StandIn, forward_batch: ForwardBatch, reason: str | None) -> None:
-    assert served._yoco_eligibility(forward_batch) is (reason is None)
+def test_eligibility(served: Any, forward_batch: ForwardBatch, reason: str | None) -> None:
+    assert Gemma4TextModel._yoco_eligibility(served, forward_batch) is (reason is None)
     assert eligibility.find_ineligible_reason(start.get_state(served), forward_batch) == reason
 
 
 def test_eligibility_env_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "0")
-    assert model()._yoco_eligibility(batch([10, 5])) is False
+    assert Gemma4TextModel._yoco_eligibility(model(), TWO) is False
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
-    assert model()._yoco_eligibility(batch([10, 5])) is True
+    assert Gemma4TextModel._yoco_eligibility(model(), TWO) is True
 
 
 def test_truncate_to_last_tokens_indices_and_restore() -> None:
@@ -120,8 +102,10 @@ def test_truncate_to_last_tokens_indices_and_restore() -> None:
     positions = torch.tensor([0, 1, 2, 10, 11, 12, 13, 0, 1])
     per_layer = torch.arange(9.0)[:, None, None].repeat(1, 35, 16)
     with forward_context(ForwardContext(attn_backend=backend)):
-        rows, row_positions, row_inputs, index, restore = model()._yoco_truncate_to_last_tokens(
-            hidden, positions, per_layer, forward_batch
+        rows, row_positions, row_inputs, index, restore = (
+            Gemma4TextModel._yoco_truncate_to_last_tokens(
+                model(), hidden, positions, per_layer, forward_batch
+            )
         )
         assert index.tolist() == [2, 6, 8]
         assert rows[:, 0].tolist() == [2.0, 6.0, 8.0]
@@ -149,7 +133,9 @@ def test_truncate_to_last_tokens_indices_and_restore() -> None:
 def test_another_order_of_arguments() -> None:
     """It was published as well."""
     with pytest.raises(TypeError, match="expected hidden_states, positions, per_layer_inputs"):
-        model()._yoco_truncate_to_last_tokens(TWO, torch.zeros(15, 8), torch.arange(15), None)
+        Gemma4TextModel._yoco_truncate_to_last_tokens(
+            model(), TWO, torch.zeros(15, 8), torch.arange(15), None
+        )
 
 
 def test_truncate_that_fails_leaves_the_batch_alone() -> None:
@@ -165,8 +151,8 @@ def test_truncate_that_fails_leaves_the_batch_alone() -> None:
         forward_context(ForwardContext(attn_backend=backend)),
         pytest.raises(MemoryError, match="no room"),
     ):
-        model()._yoco_truncate_to_last_tokens(
-            torch.zeros(9, 8), torch.arange(9), None, forward_batch
+        Gemma4TextModel._yoco_truncate_to_last_tokens(
+            model(), torch.zeros(9, 8), torch.arange(9), None, forward_batch
         )
     for name, value in before.items():
         assert vars(forward_batch)[name] is value
