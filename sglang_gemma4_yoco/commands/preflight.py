@@ -117,7 +117,7 @@ def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> 
 
 
 def _prefill_graphs(report: Report, config: Mapping[str, Any]) -> None:
-    """Would SGLang start with the prefill graphs of these flags?"""
+    """Refuse flags with whose prefill graphs SGLang would stop."""
     backend = compat.server.get_cuda_graph_backend("prefill")
     if backend is None or compat.release.is_newer_than_tested():
         return

@@ -24,7 +24,7 @@ SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
 
 
 def are_named() -> bool:
-    """Whether the operator has named these graphs; SGLang may choose them by itself."""
+    """Return True if the operator has named these graphs; SGLang may choose them by itself."""
     named = getattr(server.get_published_arguments(), "cuda_graph_backend_prefill", None)
     return bool(named == BREAKABLE)
 

@@ -33,7 +33,7 @@ NO_POINT = "some captured prefill does not run the layer inside which batches ar
 
 
 def is_repaired() -> bool:
-    """Whether SGLang's capture of prefills is repaired with these flags and settings.
+    """Return True if SGLang's capture of prefills is repaired with these flags and settings.
 
     The operator must have named these graphs. A newer SGLang may not need it.
     """
@@ -45,7 +45,7 @@ def is_repaired() -> bool:
 
 @contextmanager
 def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
-    """SGLang can capture prefills of this model in the ``with`` block; each gets an exit point.
+    """Have SGLang capture prefills of this model in the ``with`` block; each gets an exit point.
 
     Nothing is repaired on a server of which no batch may be cut: its setup was never tried so.
 

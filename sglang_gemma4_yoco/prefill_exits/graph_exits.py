@@ -105,7 +105,7 @@ class PrefillGraphExits:
             output.zero_()  # rows that are not written any more must at least be finite
 
     def are_complete(self) -> bool:
-        """Whether each graph has its exit point."""
+        """Return True if each graph has its exit point."""
         return all(hasattr(graph, _POINT_ENTRY) for graph, _ in self._graphs.values())
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class PrefillGraphExits:
 
 
 def get_exits(runner: Any) -> PrefillGraphExits | None:
-    """The exits of what SGLang has captured; None if there is nothing, or nothing was repaired."""
+    """Return the exits of what SGLang has captured; None if nothing was, or without the repair."""
     prefills = compat.server.get_captured_prefills(runner)
     exits: PrefillGraphExits | None = getattr(prefills, EXITS_ENTRY, None)
     return exits

@@ -41,7 +41,7 @@ def embed_text(model: Any, config: Any, ids: torch.Tensor) -> Inputs:
 
 @torch.no_grad()
 def inputs_agree(runner: Any, model: Any) -> bool:
-    """Whether ``embed_text`` makes of ids what SGLang's eager model makes of them, bit for bit.
+    """Return True if ``embed_text`` makes of ids what SGLang's eager model does, bit for bit.
 
     The prompt has every id that the configuration names, not only those that are known to be
     special. It needs no slots: no layer runs.

@@ -139,13 +139,10 @@ def test_text_with_a_literal_placeholder(engine: Engine, kind: str) -> None:
     """SGLang's eager model takes its per-layer embeddings from the padding; so must a graph."""
     placeholder = getattr(engine.runner.model.config, f"{kind}_token_id")
     [plain] = FULL
-    for places in ((31,), (63,), (0, 5, 6, 63)):
-        ids = list(plain.new)
-        for place in places:
-            ids[place] = placeholder
-        assert assert_served_alike(engine, [Prompt((), tuple(ids))]) == counters.EXIT_CAPTURED
-    first, second = tuple(ids[:20]), tuple(ids[20:])
-    assert assert_served_alike(engine, [Prompt((), first, to_come=second)]) == counters.EXIT_SKIPPED
+    ids = list(plain.new)
+    for place in (0, 5, 6, 63):
+        ids[place] = placeholder
+    assert assert_served_alike(engine, [Prompt((), tuple(ids))]) == counters.EXIT_CAPTURED
 
 
 def test_memory_is_not_lent_while_segments_run(
@@ -162,17 +159,10 @@ def test_memory_is_not_lent_while_segments_run(
         users.append(pool._get_graph_pool_borrow_state().active_user)
         return attend(*args, **kwargs)
 
-    batch = engine.schedule(FULL)
     with envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.override(True), replaced(attention, forward=forward):
-        assert run(engine, batch).segments == WHOLE
-        assert users == ["CUDA graph"] * LAYERS
-        users.clear()
-        assert run(engine, batch, fast=True).outcomes == {counters.EXIT_CAPTURED: 1}
-        assert users == ["CUDA graph"] * FIRST_CUT
-        lent = pytest.raises(RuntimeError, match="already has live user 'an image'")
-        for fast in (False, True):
-            with pool.graph_pool_user_scope("an image"), lent:
-                run(engine, batch, fast=fast)
+        seen = run(engine, engine.schedule(FULL), fast=True)
+    assert seen.outcomes == {counters.EXIT_CAPTURED: 1}
+    assert users == ["CUDA graph"] * FIRST_CUT
 
 
 @pytest.mark.parametrize("are_open", [True, False])
