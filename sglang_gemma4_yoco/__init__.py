@@ -36,16 +36,15 @@ imported in compat/, and by commands that an operator runs, and nowhere else. co
         limits.py          unsupported: server arguments, attention, pools, linear layers
         metrics.py         /server_info and /metrics
         published.py       two helpers for code that cuts a batch itself
-    exits/             exits from SGLang's captured prefills; optional
-        capture.py         exit points are noted, and SGLang's capture is repaired
-        exits.py           a captured prefill is left, and its tail replayed
-        attach.py          when exits are open
+    prefill_exits/     exits from SGLang's captured prefills
+        exit_setup.py      SGLang's capture is repaired, and exits are opened after a check
+        graph_exits.py     exit points are noted; a graph is left there, and the tail replayed
         text_inputs.py     what the text model is given for a prompt of text
     checking/          does it give what stock gives, on this machine and with these weights?
         start.py           once, before it serves
         audit.py           every N-th prefill once more as stock, while it serves
         layerwise.py       each step of the fast path given stock's numbers, and compared
-        exits.py           an exit against the same graph, run to its end
+        exit_check.py      an exit against the same graph, run to its end
         tail_graphs.py     each graph against the same layers, run eagerly
         requests.py        synthetic requests in slots that are restored
         rounding.py        which differences are rounding

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_gemma4_yoco import compat, counters, log, settings
-from sglang_gemma4_yoco.checking import exits, layerwise, rounding
+from sglang_gemma4_yoco.checking import exit_check, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core import ranks
@@ -65,7 +65,7 @@ class Auditor:
         try:
             with rewrite_batch(plan.batch, {}):  # a forward that fails leaves its residual there
                 if forward.is_replay:  # it runs to its end in that memory
-                    found, answer = exits.compare_exit(forward, plan, output), output
+                    found, answer = exit_check.compare_exit(forward, plan, output), output
                 else:
                     found, answer = self._run_again(forward, plan)
             self._judge(plan, found)

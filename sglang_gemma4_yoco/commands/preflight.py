@@ -20,13 +20,8 @@ from sglang_gemma4_yoco.commands.console import CommandError, Report
 from sglang_gemma4_yoco.commands.redact import redact_flags
 from sglang_gemma4_yoco.core.eligibility import EMBEDDINGS
 from sglang_gemma4_yoco.core.state import first_shared_layer
-from sglang_gemma4_yoco.loading import classes, limits, metrics, patch, start
-
-try:
-    from sglang_gemma4_yoco.compat import captured_prefills
-    from sglang_gemma4_yoco.exits import capture
-except ImportError:  # as in ``loading.start``
-    capture = None  # type: ignore[assignment]
+from sglang_gemma4_yoco.loading import classes, limits, metrics, patch
+from sglang_gemma4_yoco.prefill_exits import exit_setup
 
 # Beside the weights: what some tools write in place of an entry of the config.
 _QUANTISATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
@@ -111,33 +106,32 @@ def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> 
         unknown = f"SGLang does not resolve these flags on this machine ({why})"
         raise CommandError(unknown) from failure
     argument = compat.server.read_argument
-    _prefill_graphs(report, config, argument)
+    _prefill_graphs(report, config)
     _judge(report, config, argument)
     if patch.installed and argument("model_impl") != "transformers":
         _judge_classes(report, config.get("architectures") or [])
 
 
-def _prefill_graphs(report: Report, config: Mapping[str, Any], argument: Any) -> None:
-    """Would SGLang start with the prefill graphs of these flags, and are replays shortened?"""
-    graph = compat.server.get_cuda_graph_backend("prefill")
-    if graph is None:
+def _prefill_graphs(report: Report, config: Mapping[str, Any]) -> None:
+    """Refuse flags with whose prefill graphs SGLang would stop."""
+    backend = compat.server.get_cuda_graph_backend("prefill")
+    if backend is None or compat.release.is_newer_than_tested():
         return
-    if capture is None:
-        report.add("prefill graphs", f"backend {graph!r}: exits are {start.NO_EXITS}")
+    is_cut = patch.installed and limits.find_server_reason() is None
+    if is_cut and not _is_gemma3n(config) and exit_setup.is_repaired():
+        shortened = "replayed prefills are shortened, where the check at start agrees"
+        report.add("prefill graphs", f"backend {backend!r}: {shortened}")
         return
-    disabled = "--cuda-graph-backend-prefill=disabled"
-    sees = argument("enable_multimodal") is not False
-    multimodal = sees and not config.get("language_model_only", False)
-    why = captured_prefills.find_capture_error(multimodal=multimodal)
-    cut = patch.installed and limits.find_server_reason() is None
-    if why is not None and not (cut and capture.find_repair(multimodal=multimodal)):
-        stops = f"SGLang does not start with prefill CUDA graphs of this model ({why})"
-        report.refusals.append(f"{stops}; {disabled} starts it")
-        return
-    replays = "replayed prefills are shortened, where the check at start agrees"
-    if closed := capture.find_closed_reason():
-        replays = f"replayed prefills are not shortened ({closed}); {disabled} shortens them"
-    report.add("prefill graphs", f"backend {graph!r}: {replays}")
+    report.refusals.append(
+        "SGLang does not start with prefill CUDA graphs of this model "
+        f"({compat.captured_prefills.SHARED_LAYER_IDS}); "
+        "--cuda-graph-backend-prefill=disabled starts it"
+    )
+
+
+def _is_gemma3n(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config") or config
+    return str(text.get("model_type")).startswith("gemma3n")
 
 
 def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
@@ -164,8 +158,7 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
     attention = sorted(map(str, names))
     report.add("attention backend", ", ".join(attention), attention=attention)
     others = [name for name in attention if name != compat.attention.TAIL_BACKEND]
-    text = config.get("text_config") or config
-    if str(text.get("model_type")).startswith("gemma3n"):
+    if _is_gemma3n(config):
         others = attention
     if others:
         report.unknowns.append(

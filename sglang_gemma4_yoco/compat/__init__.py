@@ -1,12 +1,12 @@
 """SGLang as this package uses it. No other folder imports SGLang, but for what an operator runs.
 
-Where supported releases differ, the difference is handled here. ``captured_prefills`` is imported
-by its users: a release may capture prefills differently, and then that import fails.
+Where supported releases differ, the difference is handled here.
 """
 
 from sglang_gemma4_yoco.compat import (
     attention,
     batch,
+    captured_prefills,
     decode_graphs,
     layers,
     names,
@@ -15,4 +15,14 @@ from sglang_gemma4_yoco.compat import (
     server,
 )
 
-__all__ = ["attention", "batch", "decode_graphs", "layers", "names", "pools", "release", "server"]
+__all__ = [
+    "attention",
+    "batch",
+    "captured_prefills",
+    "decode_graphs",
+    "layers",
+    "names",
+    "pools",
+    "release",
+    "server",
+]

@@ -1,11 +1,8 @@
-"""SGLang's captured prefills: what it can capture, how that is repaired, and its graphs.
-
-Where SGLang has no breakable graphs by the names known here, this module cannot be imported.
-"""
+"""SGLang's captured prefills: how their capture is repaired, and what its graphs consist of."""
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,39 +12,30 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
     _current_capture_var,
     _weak_ref_if_tensor,
 )
-from sglang.srt.model_executor.runner_utils import pool
+from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope
 
-from sglang_gemma4_yoco.compat import release, server
+from sglang_gemma4_yoco.compat import server
 from sglang_gemma4_yoco.replaced import replaced
 
 #: Its CUDA graph backend that captures prefills in segments, with attentions between them.
 BREAKABLE = "breakable"
-# Why capturing prefills ends a server; docs/upstream has both.
+#: Why capturing prefills ends a server of a model with shared layers; docs/upstream has a report.
 SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
-IDS_AND_EMBEDDINGS = "it hands a multimodal model ids and embeddings at once"
-_INDEX = "index_attention_layers_by_global_id"  # since 0.5.19; it raises for such layers
 
 
-def find_capture_error(*, multimodal: bool) -> str | None:
-    """Why this server stops where it captures prefills of a model with shared layers, or None."""
-    backend = server.get_cuda_graph_backend("prefill")
-    if backend is None or release.is_newer_than_tested():  # which may have been repaired
-        return None
-    if hasattr(cuda_graph_setup, _INDEX):
-        return SHARED_LAYER_IDS
-    # Up to 0.5.21. It captures the multimodal model, which makes embeddings of the ids.
-    if multimodal and backend != "tc_piecewise":
-        return IDS_AND_EMBEDDINGS
-    return None
+def are_named() -> bool:
+    """Return True if the operator has named these graphs; SGLang may choose them by itself."""
+    named = getattr(server.get_published_arguments(), "cuda_graph_backend_prefill", None)
+    return bool(named == BREAKABLE)
 
 
 @contextmanager
 def index_shared_layers() -> Iterator[None]:
     """In the ``with`` block SGLang leaves attention layers unindexed where two have the same id.
 
-    Up to 0.5.22 a break then finds the donor, which has the same heads, window and scale.
+    In 0.5.22 a break then finds the donor, which has the same heads, window and scale.
     """
-    stock: Any = getattr(cuda_graph_setup, _INDEX, None)
+    stock = cuda_graph_setup.index_attention_layers_by_global_id
 
     def tolerant(attention_layers: Any, companions: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -55,7 +43,7 @@ def index_shared_layers() -> Iterator[None]:
         except ValueError:
             return attention_layers, companions
 
-    with replaced(cuda_graph_setup, **{_INDEX: tolerant}):
+    with replaced(cuda_graph_setup, index_attention_layers_by_global_id=tolerant):
         yield
 
 
@@ -95,11 +83,7 @@ def note_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
 
 
 def list_graphs(prefills: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
-    """By bucket the graph, and its output [bucket, hidden], which the next replay overwrites.
-
-    Raises:
-        AttributeError: this SGLang stores them differently.
-    """
+    """By bucket the graph, and its output [bucket, hidden], which the next replay overwrites."""
     backend = prefills.backend
     return {bucket: (graph, backend._outputs[bucket]) for bucket, graph in backend._graphs.items()}
 
@@ -109,6 +93,5 @@ def replay_first_segments(graph: Any, segments: int) -> None:
     first = BreakableCUDAGraph()
     first._segments = graph._segments[:segments]
     first._break_fns = graph._break_fns[: segments - 1]
-    scope = getattr(pool, "graph_pool_replay_scope", ExitStack)  # 0.5.21 and later
-    with scope():
+    with graph_pool_replay_scope():
         first.replay()

@@ -58,12 +58,6 @@ def start_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
     residual_batch.set_written(hidden_states, forward_batch)
 
 
-def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
-    """Put ``hidden_states`` into the batch's residual stream, if it has one."""
-    if getattr(forward_batch, "residual_stream", None) is not None:
-        residual_batch.set_written(hidden_states, forward_batch)
-
-
 def end_residual(forward_batch: Any) -> None:
     """Free the residual's memory."""
     forward_batch.residual_stream = None

@@ -12,10 +12,7 @@ from sglang.srt.observability.metrics_collector import (
     SchedulerMetricsCollector as SchedulerMetricsCollector,
 )
 
-from sglang_gemma4_yoco.compat import attention, batch, decode_graphs, layers, release, server
-
-#: Two helpers that the package adds to ``Gemma4TextModel``, where SGLang has none of its own.
-PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
+from sglang_gemma4_yoco.compat import attention, batch, decode_graphs, layers, release
 
 # Fields of a batch that the tail rewrites, or that decide whether it may be cut. One by another
 # name would pass for one that is not set. Whatever else is missing raises an error where it is
@@ -63,9 +60,6 @@ _CAPTURING = (
 def _missing() -> Iterator[str]:
     """Name everything that this package needs and the installed SGLang lacks."""
     model = layers.gemma4_causal.Gemma4TextModel
-    for name in PUBLISHED_HELPERS:
-        if hasattr(model, name) and not server.has_fast_prefill():
-            yield f"a Gemma4TextModel without a {name} of its own (is it patched already?)"
     layer = layers.gemma4_causal.Gemma4DecoderLayer
     for owner, name, wanted in (
         (model, "forward", "self, input_ids, positions, forward_batch, input_embeds, ..."),

@@ -25,9 +25,7 @@ MEDIA = "a multimodal prompt of this model"
 # Why a batch runs a captured prefill to its end.
 EXITS_CLOSED = "SGLang runs its captured prefill to the end"
 TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
-CAPTURED_MEDIA = "its prefill is captured, and it is multimodal"
 EMBEDDINGS = "embeddings"
-NO_EXTEND = "the batch is not a plain extend"
 _OTHER_MODE = "forward mode "
 
 # Speculative decoding whose drafts read only the last row of a prompt. NGRAM finds drafts in the
@@ -113,19 +111,14 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
     eligible = Eligible(kept, intermediate, bucket)
     reason = _check_rows(state, forward_batch, eligible)
     if reason is None and state.replayed_exits is not None:
-        reason = _check_exit(state, forward_batch, eligible)
+        reason = _check_exit(state, eligible)
     return reason or eligible
 
 
 def _check_mode(mode: Any) -> str | None:
-    if isinstance(mode, compat.batch.ForwardMode):
-        if mode in (compat.batch.ForwardMode.EXTEND, compat.batch.ForwardMode.MIXED):
-            return None
-        return f"{_OTHER_MODE}{mode.name}"
-    # A mode of another type, as in the published tests of the helpers.
-    if mode is None or not mode.is_extend_without_speculative():
-        return NO_EXTEND
-    return None
+    if mode is compat.batch.ForwardMode.EXTEND or mode is compat.batch.ForwardMode.MIXED:
+        return None
+    return f"{_OTHER_MODE}{getattr(mode, 'name', mode)}"
 
 
 def _check_fields(state: ModelState, forward_batch: Any) -> str | None:
@@ -139,10 +132,10 @@ def _check_fields(state: ModelState, forward_batch: Any) -> str | None:
     drafts = _find_drafts(forward_batch)
     if drafts not in (None, *LAST_ROW_DRAFTS):
         return SPECULATIVE
-    capture = getattr(forward_batch, "capture_hidden_mode", None)
+    capture = forward_batch.capture_hidden_mode
     if capture not in _LAST_ROW_CAPTURES and drafts != _CAPTURES_FULL:
         return HIDDEN_STATES
-    adapters = getattr(forward_batch, "lora_ids", None) or ()
+    adapters = forward_batch.lora_ids or ()
     if any(adapter is not None for adapter in adapters):
         return LORA
     return None
@@ -150,7 +143,7 @@ def _check_fields(state: ModelState, forward_batch: Any) -> str | None:
 
 def _find_drafts(forward_batch: Any) -> str | None:
     """The algorithm of the server's speculative decoding, or None."""
-    algorithm = getattr(forward_batch, "spec_algorithm", None)
+    algorithm = forward_batch.spec_algorithm
     if algorithm is None or algorithm.is_none():
         return None
     return str(getattr(algorithm, "name", algorithm))
@@ -161,7 +154,7 @@ def _check_lengths(forward_batch: Any) -> str | None:
     prefixes = forward_batch.extend_prefix_lens_cpu
     if type(lens) is not list or type(prefixes) is not list:
         return UNKNOWN_LENGTHS
-    total, input_ids = sum(lens), getattr(forward_batch, "input_ids", None)
+    total, input_ids = sum(lens), forward_batch.input_ids
     if (
         not len(lens) == len(prefixes) == len(forward_batch.seq_lens)
         or min(lens, default=0) < 1
@@ -195,7 +188,7 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     """
     if getattr(forward_batch, "contains_last_prefill_chunk", True):
         return False
-    capture = getattr(forward_batch, "capture_hidden_mode", None)
+    capture = forward_batch.capture_hidden_mode
     if (
         capture not in (None, compat.batch.CaptureHiddenMode.NULL)
         or _find_drafts(forward_batch) is not None
@@ -232,12 +225,10 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> st
     return IMAGE_LOGPROBS
 
 
-def _check_exit(state: ModelState, forward_batch: Any, eligible: Eligible) -> str | None:
-    """Why a batch that may be cut does not leave SGLang's captured prefill, or None."""
-    if state.replayed_exits.closed is not None:
+def _check_exit(state: ModelState, eligible: Eligible) -> str | None:
+    """Return why a batch that may be cut does not leave SGLang's captured prefill, or None."""
+    if not state.replayed_exits.are_open:
         return EXITS_CLOSED
-    if is_multimodal(forward_batch):  # the tail's inputs are made anew, from ids
-        return CAPTURED_MEDIA
     if eligible.is_intermediate_chunk:
         return None
     if eligible.bucket is None:
@@ -256,10 +247,9 @@ def is_multimodal(forward_batch: Any) -> bool:
 
     SGLang replaces the inputs by their embeddings after the batch has been planned.
     """
-    if getattr(forward_batch, "mm_input_embeds", None) is not None:
+    if forward_batch.mm_input_embeds is not None:
         return True
-    inputs = getattr(forward_batch, "mm_inputs", None) or ()
-    return any(request is not None for request in inputs)
+    return any(request is not None for request in forward_batch.mm_inputs or ())
 
 
 def is_worth_cutting(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -131,6 +131,15 @@ class ModelState:
     def on_close(self, callback: Callable[[], object]) -> None:
         """Have ``callback`` called when this closes."""
         self._patches.callback(callback)
+
+    @contextmanager
+    def calling(self, after_cut: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+        """In the ``with`` block ``after_cut`` is called, and no prefill is audited."""
+        audits, self.after_cut = self.after_cut, after_cut
+        try:
+            yield
+        finally:
+            self.after_cut = audits
 
     def turn_off(self, reason: str) -> None:
         """Cut no further batch."""

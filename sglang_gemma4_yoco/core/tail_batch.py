@@ -107,9 +107,8 @@ class TailBatch:
                 # The same rows of the iteration's translated slots.
                 "kv_loc_cols": index,
             }
-        input_ids = getattr(batch, "input_ids", None)
-        if input_ids is not None:
-            fields["input_ids"] = input_ids.index_select(0, index)
+        if batch.input_ids is not None:
+            fields["input_ids"] = batch.input_ids.index_select(0, index)
         return fields
 
 

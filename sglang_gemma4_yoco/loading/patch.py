@@ -98,11 +98,17 @@ def patch_sglang() -> None:
     compat.names.check_names()
     if classes.is_ours(_Model.forward):
         raise compat.release.IncompatibleError("Gemma4TextModel.forward is patched already")
+    helpers = published.HELPERS
+    if compat.server.has_fast_prefill():
+        helpers = ()
+    for helper in helpers:
+        if hasattr(_Model, helper.__name__):
+            why = f"Gemma4TextModel has a {helper.__name__} of its own"
+            raise compat.release.IncompatibleError(why)
     # All of them first: where SGLang lacks one, nothing is changed.
     wrapped = {(owner, name): wrap(getattr(owner, name)) for (owner, name), wrap in WRAPPED.items()}
     for (owner, name), method in wrapped.items():
         setattr(owner, name, method)
-    if not compat.server.has_fast_prefill():
-        for name in compat.names.PUBLISHED_HELPERS:
-            setattr(_Model, name, getattr(published, name))
+    for helper in helpers:
+        setattr(_Model, helper.__name__, helper)
     installed = True

@@ -5,8 +5,8 @@ The package does not use them, and adds none where SGLang has them.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -48,11 +48,9 @@ def _yoco_truncate_to_last_tokens(
         logprobs. ``restore_fn()`` puts every field and the attention state back; a second call
         does nothing. When this function raises, all is put back already.
     """
-    if not isinstance(hidden_states, torch.Tensor):
-        # The helper was published in two argument orders; in the other one the batch comes first.
-        others = (positions, per_layer_inputs, forward_batch)
-        forward_batch, (hidden_states, positions, per_layer_inputs) = hidden_states, others
-    main = compat.attention.get_current_backend()
+    if not isinstance(hidden_states, torch.Tensor):  # another order was published as well
+        raise TypeError("expected hidden_states, positions, per_layer_inputs, forward_batch")
+    main: Any = compat.attention.get_current_backend()
     kept = eligibility.find_kept_rows(forward_batch)
     decodes = not compat.release.is_newer_than_tested()
     tail = TailBatch.of(forward_batch, kept, decodes=decodes)
@@ -63,21 +61,14 @@ def _yoco_truncate_to_last_tokens(
     row_positions = positions.index_select(0, tail.index)
     fields = {**tail.fields, "positions": row_positions}
     with ExitStack() as stack:
-        stack.enter_context(_plan_attention(main, forward_batch, fields))
-        compat.layers.write_residual(forward_batch, rows)
+        # Planning again stalls the host, and drops image masks that a model has written into the
+        # metadata: by then the layers that need them have run.
+        stack.callback(main.init_forward_metadata, forward_batch)
+        stack.enter_context(rewrite_batch(forward_batch, fields))
+        compat.attention.plan_tail(main, forward_batch)
+        if forward_batch.residual_stream is not None:
+            compat.layers.residual_batch.set_written(rows, forward_batch)
         return rows, row_positions, row_inputs, tail.index, stack.pop_all().close
 
 
-@contextmanager
-def _plan_attention(main: Any, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
-    """The batch has these fields in the ``with`` block, and attention is planned for them.
-
-    It is planned once more on the way out. That stalls the host, and drops image masks that a model
-    has written into the metadata: by then the layers that need them have run.
-    """
-    try:
-        with rewrite_batch(forward_batch, fields):
-            compat.attention.plan_tail(main, forward_batch)
-            yield
-    finally:
-        main.init_forward_metadata(forward_batch)
+HELPERS: tuple[Callable[..., Any], ...] = (_yoco_eligibility, _yoco_truncate_to_last_tokens)

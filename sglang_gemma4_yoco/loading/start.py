@@ -18,17 +18,12 @@ from sglang_gemma4_yoco.core.state import ModelState, find_state, first_shared_l
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.loading import classes, limits
 from sglang_gemma4_yoco.models import gemma4, registry
-
-try:
-    from sglang_gemma4_yoco.exits import attach as exits
-except ImportError:  # left out, or this SGLang captures prefills differently: they run as stock
-    exits = None  # type: ignore[assignment]
+from sglang_gemma4_yoco.prefill_exits import exit_setup
 
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
 NOT_SET_UP = "it could not be set up"
 #: The kernel of the norm of K and V is compiled once for few rows and once for many.
 _FEW, _MANY = 2, 257
-NO_EXITS = "closed: captured prefills run to their end, in this SGLang or without that part"
 
 
 def find_model_reason(model: Any) -> str | None:
@@ -72,8 +67,7 @@ def _start_state(runner: Any, model: Any) -> None:
     state = ModelState(model, registry.find_kind(model), reason, attention)
     state.attach(plan.plan_batch)
     state.on_close(partial(lifecycle.drop_tail, state, lifecycle.NOT_YET))
-    if exits is not None:
-        state.on_close(partial(exits.close_exits, runner))
+    state.on_close(partial(exit_setup.drop_captured_prefills, runner))
     if reason is None:
         _note_untested()
         _compile_kernels(state)
@@ -167,7 +161,6 @@ def _serve_stock_after_failure(model: Any) -> Iterator[None]:
 def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
     """Here SGLang captures this model's graphs; afterwards the fast path is set up."""
     state = find_state(model)
-    repaired = None
     with ExitStack() as stack:
         if state is not None:
             with _serve_stock_after_failure(model):
@@ -175,18 +168,13 @@ def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
                 # captures others: the device may not have room for both.
                 compat.server.wait_for_device(runner.device)
                 lifecycle.drop_tail(state, lifecycle.NOT_YET)
-                if exits is not None and state.kind.LEAVES_CAPTURED_PREFILLS:
-                    repaired = stack.enter_context(exits.capture_graphs(runner, state))
+                if state.kind.LEAVES_CAPTURED_PREFILLS:
+                    stack.enter_context(exit_setup.repair_capture(runner, state))
         yield
-    if state is None:
+    if state is None or state.unsupported is not None:
         return
-    with _serve_stock_after_failure(model):
-        if exits is not None:
-            # Also where the path was turned off meanwhile: else they would answer images as text.
-            exits.keep_to_text(runner, state, repaired)
-        if state.unsupported is None:
-            with restore_generators(runner.device):
-                set_up(runner, state)
+    with _serve_stock_after_failure(model), restore_generators(runner.device):
+        set_up(runner, state)
 
 
 @contextmanager
@@ -215,10 +203,8 @@ def set_up(runner: Any, state: ModelState) -> None:
     checked = None
     if first:
         checked = _check_start(runner, state)
-    if exits is None:
-        state.report["exits"] = NO_EXITS
-    elif state.unsupported is None:
-        exits.open_exits(runner, state)
+    if state.unsupported is None:
+        exit_setup.open_exits(runner, state)
     state.serves = True
     if state.unsupported is not None:
         return

@@ -222,8 +222,9 @@ def outside_of_a_server() -> Iterator[None]:
 def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plugin finds SGLang as if it had not been loaded yet; what it wraps is put back."""
     from sglang_gemma4_yoco import compat, plugin
-    from sglang_gemma4_yoco.loading import patch
+    from sglang_gemma4_yoco.loading import patch, published
 
+    helpers = {helper.__name__ for helper in published.HELPERS}
     model = compat.layers.gemma4_causal.Gemma4TextModel
     plugin.load.cache_clear()
     monkeypatch.setattr(plugin, "why_not_installed", None)
@@ -231,10 +232,10 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(patch, "installed", False)
     for patched, name in patch.WRAPPED:
         monkeypatch.setattr(patched, name, getattr(patched, name))
-    for name in compat.names.PUBLISHED_HELPERS:
+    for name in helpers:
         monkeypatch.delattr(model, name, raising=False)
     yield
-    for name in set(compat.names.PUBLISHED_HELPERS) & vars(model).keys():
+    for name in helpers & vars(model).keys():
         delattr(model, name)  # those that were there before are put back
     plugin.load.cache_clear()  # an engine of a later test may be the first that loads it
 

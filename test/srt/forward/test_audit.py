@@ -24,8 +24,7 @@ from harness.layer_rows import FIRST_CUT
 from harness.observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.checking import audit, layerwise, rounding
-from sglang_gemma4_yoco.checking import exits as exit_check
+from sglang_gemma4_yoco.checking import audit, exit_check, layerwise, rounding
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.forward import EagerForward

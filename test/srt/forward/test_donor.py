@@ -219,7 +219,7 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
             return hidden
         padded.append(hidden)
         more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
-        compat.layers.write_residual(call["forward_batch"], more)
+        compat.layers.start_residual(call["forward_batch"], more)
         return more
 
     model = engine.text_model

@@ -31,26 +31,28 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from harness import prefill_exits
 from harness.batches import batch_of
 from harness.decode_graphs import record_tail
-from harness.forwards import ENGINE, InjectedError
+from harness.forwards import ENGINE, InjectedError, state_of
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.media import MediaPrompt, media_batch
 from harness.prefill_exits import RECORDED, ROWS, assert_served_alike, close, run
 from harness.random_batches import HARD_CHUNKS, HARD_LAST_ROWS, HARD_LOGPROBS, Batch, batches
+from harness.upstream_fixes import REPORTS, fixed
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
-from sglang_gemma4_yoco.checking import exits as exit_check
-from sglang_gemma4_yoco.checking import rounding
+from sglang_gemma4_yoco.checking import exit_check, rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
-from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core import eligibility, plan, ranks
-from sglang_gemma4_yoco.exits import attach, capture, exits, text_inputs
-from sglang_gemma4_yoco.exits.capture import ExitPoint
-from sglang_gemma4_yoco.exits.exits import EXITS_ENTRY, ExitForward
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits, text_inputs
+from sglang_gemma4_yoco.prefill_exits.graph_exits import (
+    EXITS_ENTRY,
+    ExitForward,
+    ExitPoint,
+    PrefillGraphExits,
+)
 from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = [
@@ -81,34 +83,31 @@ def captured_engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 def engine(captured_engine: Engine) -> Iterator[Engine]:
     """As captured, whatever the test before has left."""
     yield captured_engine
-    state = start.get_state(captured_engine.text_model)
+    state = state_of(captured_engine)
     state.unsupported, state.failures_in_a_row = None, 0
     if state.captured is None:
         record_tail(captured_engine, ROWS)
-    elif exits_of(captured_engine).closed is not None:
-        reattached(captured_engine)
-    assert exits_of(captured_engine).closed is None
+    elif not exits_of(captured_engine).are_open:
+        reopened(captured_engine)
+    assert exits_of(captured_engine).are_open
 
 
-def exits_of(engine: Engine) -> exits.PrefillGraphExits:
-    found: exits.PrefillGraphExits = vars(engine.runner.prefill_cuda_graph_runner)[EXITS_ENTRY]
+def exits_of(engine: Engine) -> PrefillGraphExits:
+    found = graph_exits.get_exits(engine.runner)
+    assert found is not None
     return found
 
 
-def reattached(engine: Engine) -> str:
-    """These captured prefills are there for the first time; why their exits are closed, or ""."""
-    runner, state = engine.runner, start.get_state(engine.text_model)
+def reopened(engine: Engine) -> str:
+    """Exits are opened as at start; why they are closed, or ""."""
     reset_log()
-    with attach.capture_graphs(runner, state):
-        pass
-    attach.open_exits(runner, state)
-    found = vars(runner.prefill_cuda_graph_runner).get(EXITS_ENTRY)
-    fact: str = state.report["exits"]
-    if found is None or found.closed:
-        assert fact.startswith("closed: ")
-        return fact
-    assert fact.startswith(f"open after segment {TO_THE_EXIT}")
-    return ""
+    exit_setup.open_exits(engine.runner, state_of(engine))
+    fact: str = state_of(engine).report["exits"]
+    if exits_of(engine).are_open:
+        assert fact.startswith(f"open after segment {TO_THE_EXIT}")
+        return ""
+    assert fact.startswith("closed: ")
+    return fact
 
 
 # ---------------------------------------------------------------- what leaves, and what does not
@@ -135,33 +134,15 @@ def test_random_batches(engine: Engine) -> None:
     assert not {eligibility.EXITS_CLOSED, plan.NOT_PLANNED, counters.FAILED} & set(outcomes)
 
 
-@pytest.mark.parametrize("rows", [7, 129])
-def test_lengths_without_a_bucket(engine: Engine, rows: int) -> None:
-    """SGLang runs them eagerly, and they are cut as ever."""
-    assert assert_served_alike(engine, batch_of((0, rows))) == counters.TAIL_CAPTURED
-
-
-def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
-    """A decoding request is one of them."""
-    fits = batch_of((0, 9), (3, 5), (40, 2))
-    four = [*fits, *batch_of((40, 1), decodes=True)]
-    assert assert_served_alike(engine, four) == counters.EXIT_CAPTURED
-    more = [*fits, *batch_of((0, 33), (7, 1))]
-    assert assert_served_alike(engine, more) == eligibility.TAIL_NOT_CAPTURED
-
-
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
 def test_text_with_a_literal_placeholder(engine: Engine, kind: str) -> None:
     """SGLang's eager model takes its per-layer embeddings from the padding; so must a graph."""
     placeholder = getattr(engine.runner.model.config, f"{kind}_token_id")
     [plain] = FULL
-    for places in ((31,), (63,), (0, 5, 6, 63)):
-        ids = list(plain.new)
-        for place in places:
-            ids[place] = placeholder
-        assert assert_served_alike(engine, [Prompt((), tuple(ids))]) == counters.EXIT_CAPTURED
-    first, second = tuple(ids[:20]), tuple(ids[20:])
-    assert assert_served_alike(engine, [Prompt((), first, to_come=second)]) == counters.EXIT_SKIPPED
+    ids = list(plain.new)
+    for place in (0, 5, 6, 63):
+        ids[place] = placeholder
+    assert assert_served_alike(engine, [Prompt((), tuple(ids))]) == counters.EXIT_CAPTURED
 
 
 def test_memory_is_not_lent_while_segments_run(
@@ -178,21 +159,16 @@ def test_memory_is_not_lent_while_segments_run(
         users.append(pool._get_graph_pool_borrow_state().active_user)
         return attend(*args, **kwargs)
 
-    batch = engine.schedule(FULL)
     with envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.override(True), replaced(attention, forward=forward):
-        assert run(engine, batch).segments == WHOLE
-        assert users == ["CUDA graph"] * LAYERS
-        users.clear()
-        assert run(engine, batch, fast=True).outcomes == {counters.EXIT_CAPTURED: 1}
-        assert users == ["CUDA graph"] * FIRST_CUT
-        lent = pytest.raises(RuntimeError, match="already has live user 'an image'")
-        for fast in (False, True):
-            with pool.graph_pool_user_scope("an image"), lent:
-                run(engine, batch, fast=fast)
+        seen = run(engine, engine.schedule(FULL), fast=True)
+    assert seen.outcomes == {counters.EXIT_CAPTURED: 1}
+    assert users == ["CUDA graph"] * FIRST_CUT
 
 
-def test_media_run_eagerly(engine: Engine) -> None:
+@pytest.mark.parametrize("are_open", [True, False])
+def test_media_run_eagerly(engine: Engine, are_open: bool) -> None:
     """The graph looks text up by its ids, and has no place for an image."""
+    exits_of(engine).are_open = are_open
     picture = MediaPrompt("<|image|>a picture of what", size=(336, 480))
     scheduled = media_batch(engine, picture)
     assert prefill_exits.is_replayed(scheduled.extend_num_tokens)
@@ -202,39 +178,9 @@ def test_media_run_eagerly(engine: Engine) -> None:
     assert fast.outcomes == {counters.TAIL_CAPTURED: 1}
     close(fast.logits, stock.logits)
     close(fast.cache, stock.cache)
-
-
-def test_media_that_sglang_replays_are_not_cut(engine: Engine) -> None:
-    """An SGLang that needs no repair may replay them."""
-    batch = engine.schedule(FULL)
-    with mock.patch.object(eligibility, "is_multimodal", return_value=True):
-        seen = run(engine, batch, fast=True)
-    assert (seen.segments, seen.outcomes) == (WHOLE, {eligibility.CAPTURED_MEDIA: 1})
-
-
-@pytest.mark.parametrize(
-    ("prompts", "minimum", "outcome"),
-    [
-        (batch_of((0, 128)), None, eligibility.TOO_LITTLE),
-        (batch_of((0, 128)), 127, counters.EXIT_CAPTURED),
-        (CHUNK, None, counters.EXIT_SKIPPED),
-        (batch_of((0, 7)), None, counters.TAIL_CAPTURED),  # eagerly the host launches each layer
-    ],
-    ids=["too little", "the operator's minimum", "an intermediate chunk", "no bucket"],
-)
-def test_rows_to_skip_on_a_gpu(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    prompts: list[Prompt],
-    minimum: int | None,
-    outcome: str,
-) -> None:
-    """There stock's own graph is as good for a short prompt."""
-    monkeypatch.setitem(vars(start.get_state(engine.text_model)), "on_gpu", True)
-    intermediate = prefill_exits.is_intermediate(prompts)
-    with settings_changed(min_skipped_rows=minimum):
-        seen = run(engine, engine.schedule(prompts), fast=True, intermediate=intermediate)
-    assert seen.outcomes == {outcome: 1}
+    state_of(engine).turn_off("an audit has found a defect")
+    off = run(engine, media_batch(engine, picture), fast=True)
+    assert (off.segments, torch.equal(off.logits, stock.logits)) == (0, True)
 
 
 UNFINISHED = batch_of((0, 33), (9, 1), (40, 20), (3, 5), to_come=tuple(range(20, 34)))
@@ -267,10 +213,10 @@ def found_by_exits() -> Any:
 
 
 def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    state = start.get_state(engine.text_model)
+    state = state_of(engine)
     with caplog.at_level(logging.INFO), found_by_exits() as compared:
-        assert reattached(engine) == ""
-    assert [call.args[1].runner is None for call in compared.call_args_list] == [False, True]
+        assert reopened(engine) == ""
+    assert [call.args[1].runner is None for call in compared.call_args_list] == [True, False]
     line = f"exits from captured prefills are open after segment {TO_THE_EXIT} (4 buckets of up to"
     assert line in caplog.text
     found = state.report["exits_check"]
@@ -281,8 +227,8 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
 @contextmanager
 def another_exit(change: Callable[[ExitPoint], ExitPoint]) -> Iterator[None]:
     """The residual at an exit is not what it should be."""
-    stock = exits.replay_to_exit
-    with mock.patch.object(exits, "replay_to_exit", lambda graph: change(stock(graph))):
+    stock = graph_exits.replay_to_exit
+    with mock.patch.object(graph_exits, "replay_to_exit", lambda graph: change(stock(graph))):
         yield
 
 
@@ -311,7 +257,7 @@ def test_wrong_exits_are_closed_at_start(
 ) -> None:
     """And the rest stays on: what SGLang does not replay is cut."""
     with WRONG[what]():
-        assert "the check found" in reattached(engine)
+        assert "the check found" in reopened(engine)
     assert "exits from captured prefills are closed: the check found" in caplog.text
     assert_closed(engine)
     seen = run(engine, engine.schedule(batch_of((0, 200))), fast=True)
@@ -341,7 +287,7 @@ def test_both_kinds_of_prefills_are_checked(engine: Engine, finishes: bool) -> N
             return stock(self, plan)
 
     with mock.patch.object(ExitForward, "fast", fast):
-        assert "values of layer 3 at the exit" in reattached(engine)
+        assert "values of layer 3 at the exit" in reopened(engine)
 
 
 def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
@@ -355,7 +301,7 @@ def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
         token.keys[token.slots] += 1
 
     with mock.patch.object(compat.pools, "write_keys_and_values", write):
-        assert check_at_start.OTHERS_SLOTS in reattached(engine)
+        assert check_at_start.OTHERS_SLOTS in reopened(engine)
 
 
 def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
@@ -363,7 +309,7 @@ def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
     failing = [(ExitForward, "fast"), (exit_check, "compare_exit"), (SyntheticRequests, "run")]
     for owner, name in failing:
         with mock.patch.object(owner, name, side_effect=InjectedError):
-            assert attach.NOT_TAKEN in reattached(engine)
+            assert exit_check.NOT_TAKEN in reopened(engine)
 
 
 def test_the_check_takes_buckets_of_any_size(
@@ -372,31 +318,43 @@ def test_the_check_takes_buckets_of_any_size(
     """SGLang would run so few rows eagerly, where the next bucket has more than twice as many."""
     prefills = engine.runner.prefill_cuda_graph_runner
     monkeypatch.setattr(prefills, "capture_num_tokens", [128])
-    assert reattached(engine) == ""
+    assert reopened(engine) == ""
 
 
 def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> None:
     """Prompts that finish are tried all the same."""
-    state = start.get_state(engine.text_model)
+    state = state_of(engine)
     assert isinstance(state.captured, graphs.TailGraphs)
     for rows in (4, 2):
         del state.captured._batches[rows]
     with found_by_exits() as compared:
-        assert reattached(engine) == ""
-    assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [1, 3]
+        assert reopened(engine) == ""
+    assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [3, 1]
     lifecycle.drop_tail(state, "fewer rows")
 
 
-def test_exits_of_a_newer_sglang_are_closed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+def test_graphs_that_were_not_repaired(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They read attributes of SGLang's graphs that no release promises: its graphs are left."""
-    prefills = engine.runner.prefill_cuda_graph_runner
-    monkeypatch.setattr(compat.release, "is_newer_than_tested", lambda: True)
-    assert capture.NEWER in reattached(engine)
-    assert EXITS_ENTRY not in vars(prefills)
-    monkeypatch.undo()
-    reattached(engine)
+    """As on a release that is newer than those whose graphs are known: they run to their end."""
+    monkeypatch.delattr(engine.runner.prefill_cuda_graph_runner, EXITS_ENTRY)
+    exit_setup.open_exits(engine.runner, state_of(engine))
+    assert state_of(engine).report["exits"] == f"closed: {exit_setup.NOT_REPAIRED}"
+    [line] = caplog.records
+    assert line.levelno == logging.WARNING
+    assert exit_setup.NOT_REPAIRED in line.getMessage()
+
+
+def test_prefills_that_are_not_captured(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang may leave out what it cannot capture: an operator who has named it is told."""
+    runner, state = engine.runner, state_of(engine)
+    with replaced(runner, prefill_cuda_graph_runner=runner.eager_runner):
+        exit_setup.open_exits(runner, state)
+        with mock.patch.object(compat.captured_prefills, "are_named", return_value=False):
+            exit_setup.open_exits(runner, state)
+    [line] = caplog.messages
+    assert exit_setup.NOT_CAPTURED in line
+    assert state.report["exits"] == f"closed: {exit_setup.NOT_CAPTURED}"
 
 
 # ---------------------------------------------------------------- audited
@@ -423,7 +381,7 @@ def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Differen
         found.extend(exit_check.compare_exit(forward, plan, output))
         return output
 
-    with replaced(start.get_state(engine.text_model), after_cut=compare):
+    with replaced(state_of(engine), after_cut=compare):
         seen = run(engine, batch, fast=True, **kind)
     return rounding.find_worst(found), seen
 
@@ -445,17 +403,6 @@ def test_keys_that_another_run_has_written_are_not_compared(engine: Engine) -> N
 # ---------------------------------------------------------------- opened, and closed
 
 
-def test_rows_that_are_not_written_are_numbers(engine: Engine) -> None:
-    """SGLang's memory for them may hold anything, and what is multiplied by zero must be one."""
-    outputs = engine.runner.prefill_cuda_graph_runner.backend._outputs.values()
-    for output in outputs:
-        output.fill_(torch.nan)
-    with settings_changed(self_check=False):
-        assert reattached(engine) == ""
-    run(engine, engine.schedule(FULL), fast=True)
-    assert all(output.isfinite().all() for output in outputs)
-
-
 @contextmanager
 def captured_anew(engine: Engine) -> Iterator[None]:
     """Other graphs for the span."""
@@ -467,7 +414,7 @@ def captured_anew(engine: Engine) -> Iterator[None]:
         yield
     finally:
         runner.prefill_cuda_graph_runner = before
-        reattached(engine)
+        reopened(engine)
 
 
 def test_a_residual_that_is_owed_an_update(
@@ -476,76 +423,84 @@ def test_a_residual_that_is_owed_an_update(
     """The tensor at such an exit is not the residual."""
     pending = mock.patch.object(compat.layers, "residual_is_written", return_value=False)
     with pending, captured_anew(engine):
-        assert exits.NO_POINT in (exits_of(engine).closed or "")
-        assert exits.NO_POINT in caplog.text
+        assert exit_setup.NO_POINT in state_of(engine).report["exits"]
+        assert exit_setup.NO_POINT in caplog.text
         with mock.patch.object(compat.layers, "residual_is_written", return_value=True):
             assert_closed(engine)
 
 
-def test_a_server_that_is_not_cut_is_left_alone(engine: Engine) -> None:
-    """Its error is SGLang's."""
-    state, layer = start.get_state(engine.text_model), engine.text_model.layers[FIRST_CUT]
-    index = cuda_graph_setup.index_attention_layers_by_global_id
-    refused = replaced(state, unsupported="data-parallel attention")
-    with refused, attach.capture_graphs(engine.runner, state):
-        assert "forward" not in vars(layer)
-        assert cuda_graph_setup.index_attention_layers_by_global_id is index
-    reattached(engine)
+def test_rows_that_are_not_written_are_numbers(engine: Engine) -> None:
+    """SGLang's memory for them may hold anything, and what is multiplied by zero must be one."""
+    list_graphs = compat.captured_prefills.list_graphs
+
+    def uninitialised(prefills: Any) -> Any:
+        found = list_graphs(prefills)
+        for _, output in found.values():
+            output.fill_(torch.nan)
+        return found
+
+    filled = mock.patch.object(compat.captured_prefills, "list_graphs", uninitialised)
+    with filled, settings_changed(self_check=False), captured_anew(engine):
+        run(engine, engine.schedule(FULL), fast=True)
+        outputs = list_graphs(engine.runner.prefill_cuda_graph_runner).values()
+        assert all(output.isfinite().all() for _, output in outputs)
 
 
 def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with other buckets, another exit or another finding would leave alone."""
     compared: list[str] = []
     monkeypatch.setattr(ranks, "find_difference", lambda found: compared.append(found))
-    reattached(engine)
-    segments = dict.fromkeys((128, 64, 32, 16), TO_THE_EXIT)
-    assert compared == [f"exits: None, {segments}", "exits agree with stock: True"]
+    reopened(engine)
+    where = f"after segment {TO_THE_EXIT} (4 buckets of up to 128 tokens)"
+    assert compared == [f"exits: {where}, True", "exits agree with stock: True"]
     for finding in ("exits: ", "exits agree"):
         differs = lambda found: ranks.NOT_ALIKE if finding in found else None  # noqa: B023, E731
         monkeypatch.setattr(ranks, "find_difference", differs)
-        assert ranks.NOT_ALIKE in reattached(engine)
+        assert ranks.NOT_ALIKE in reopened(engine)
         assert_closed(engine)
     monkeypatch.undo()
 
 
-def test_the_setting(engine: Engine) -> None:
+def test_without_the_check(engine: Engine) -> None:
     with settings_changed(self_check=False):
-        assert reattached(engine) == ""
-    unchecked = start.get_state(engine.text_model).report["exits_check"]["unchecked"]
-    assert unchecked == check_at_start.OFF
-    with settings_changed(prefill_graphs=False):
-        assert capture.OFF in reattached(engine)
-        assert capture.find_repair(multimodal=True) is None
-        assert_closed(engine)
-
-
-def test_beside_a_canary(engine: Engine) -> None:
-    """Its marks at the end of a captured prefill must be written: exits stay closed.
-
-    A stand-in: without a GPU SGLang refuses a canary beside graphs.
-    """
-    with replaced(engine.runner, canary_manager=SimpleNamespace()):
-        assert attach.CANARY in reattached(engine)
-    assert_closed(engine)
-    assert reattached(engine) == ""
+        assert reopened(engine) == ""
+    assert state_of(engine).report["exits_check"]["unchecked"] == check_at_start.OFF
 
 
 # ---------------------------------------------------------------- repaired
 
 
+def test_the_report_mends_it() -> None:
+    """With the diff of ``docs/upstream`` SGLang takes shared layers for no error."""
+    index = fixed(
+        cuda_graph_setup.index_attention_layers_by_global_id, REPORTS / "shared_layer_ids.md"
+    )
+    layers = [SimpleNamespace(layer_id=number) for number in (0, 1, 1)]
+    assert index(layers, [None] * 3) == (layers, [None] * 3)
+
+
+@pytest.mark.parametrize("setting", [True, False])
 def test_the_repair_lasts_while_sglang_captures(
-    engine: Engine, caplog: pytest.LogCaptureFixture
+    engine: Engine, caplog: pytest.LogCaptureFixture, setting: bool
 ) -> None:
-    state, model = start.get_state(engine.text_model), engine.text_model
+    """And on a server that is not cut SGLang's error is its own."""
+    state, model = state_of(engine), engine.text_model
+
+    layer = model.layers[FIRST_CUT]
     index, forward = cuda_graph_setup.index_attention_layers_by_global_id, model.forward
-    with caplog.at_level(logging.INFO), attach.capture_graphs(engine.runner, state):
-        assert cuda_graph_setup.index_attention_layers_by_global_id is not index
-        assert model.forward.__wrapped__ == forward
-    assert cuda_graph_setup.index_attention_layers_by_global_id is index
-    assert model.forward == forward
-    assert captured_prefills.SHARED_LAYER_IDS in caplog.text
-    assert "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 leaves it" in caplog.text
-    reattached(engine)
+
+    def patched() -> list[bool]:
+        other_index = cuda_graph_setup.index_attention_layers_by_global_id is not index
+        return [model.forward != forward, "forward" in vars(layer), other_index]
+
+    capturing = partial(exit_setup.repair_capture, engine.runner, state)
+    with caplog.at_level(logging.INFO), settings_changed(prefill_graphs=setting), capturing():
+        assert patched() == [setting] * 3
+    assert ("SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 leaves it" in caplog.text) is setting
+    assert (compat.captured_prefills.SHARED_LAYER_IDS in caplog.text) is setting
+    with replaced(state, unsupported="data-parallel attention"), capturing():
+        assert not any(patched())
+    assert not any(patched())
 
 
 def eager_model_with_another() -> Any:
@@ -578,24 +533,39 @@ def test_graphs_that_make_other_inputs_are_not_used(
     """Prefills run eagerly then, and are cut."""
     with OTHERWISE[otherwise](), captured_anew(engine):
         assert engine.runner.prefill_cuda_graph_runner is None
-        assert f"no captured prefill is used: {attach.OTHER_INPUTS}" in caplog.text
-        assert start.get_state(engine.text_model).report["exits"].startswith("closed: ")
+        assert exit_setup.OTHER_INPUTS in caplog.text
+        assert state_of(engine).report["exits"].startswith("closed: ")
         counters.forwards.clear()
         engine.forward(engine.schedule(FULL))
         assert counters.forwards == {counters.TAIL_EAGER: 1}
 
 
+@pytest.mark.parametrize("differs", [True, False])
+def test_several_ranks_use_these_graphs_or_none(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, differs: bool
+) -> None:
+    """What another rank finds counts; a failure is raised, since the others wait."""
+    monkeypatch.setattr(compat.server, "is_single_rank", lambda: False)
+    if differs:
+        found = {"inputs: True": ranks.NOT_ALIKE}
+        monkeypatch.setattr(ranks, "find_difference", found.get)
+        with captured_anew(engine):
+            assert engine.runner.prefill_cuda_graph_runner is None
+    else:
+        monkeypatch.setattr(text_inputs, "get_given_inputs", mock.Mock(side_effect=InjectedError))
+        with pytest.raises(InjectedError), captured_anew(engine):
+            pass
+    monkeypatch.undo()
+
+
 def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
     """Nothing else would keep media out of them."""
-    runner, state = engine.runner, start.get_state(engine.text_model)
+    runner, state = engine.runner, state_of(engine)
     before = runner.prefill_cuda_graph_runner
     try:
         state.close()
         assert runner.prefill_cuda_graph_runner is None
-        assert not {"execute", EXITS_ENTRY} & set(vars(before))
-        assert "replay" not in vars(before.backend)
     finally:
         runner.prefill_cuda_graph_runner = before
         state.attach(plan.plan_batch)
-        state.on_close(partial(attach.close_exits, runner))
-        reattached(engine)
+        state.on_close(partial(exit_setup.drop_captured_prefills, runner))

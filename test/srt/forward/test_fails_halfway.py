@@ -49,9 +49,8 @@ from sglang_gemma4_reference.engine import (
 )
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.exits import attach
-from sglang_gemma4_yoco.exits.exits import EXITS_ENTRY
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits
 
 pytestmark = [
     pytest.mark.skipif(
@@ -223,16 +222,9 @@ def set_up(engine: Engine, part: str) -> None:
             state.report.pop("check", None)
             state.serves = False
         if part != "exits":
-            without.enter_context(mock.patch.object(attach, "open_exits"))
-        elif exits_of(engine) is not None:
-            exits_of(engine).hooks.close()
+            without.enter_context(mock.patch.object(exit_setup, "open_exits"))
         without.enter_context(start._serve_stock_after_failure(engine.text_model))
         start.set_up(engine.runner, state)
-
-
-def exits_of(engine: Engine) -> Any:
-    """The exits of its captured prefills, or None."""
-    return getattr(engine.runner.prefill_cuda_graph_runner, EXITS_ENTRY, None)
 
 
 def turn_on(engine: Engine) -> None:
@@ -243,7 +235,9 @@ def turn_on(engine: Engine) -> None:
     state.serves = True
     if state.captured is None:
         set_up(engine, "capture")
-    if exits_of(engine) is None or exits_of(engine).closed is not None:
+    exits = graph_exits.get_exits(engine.runner)
+    assert exits is not None
+    if not exits.are_open:
         set_up(engine, "exits")
     assert state.unsupported is None
     reset_log()
@@ -411,10 +405,7 @@ def serve_failing(
 
 
 # What the start itself sets.
-SET_UP = (
-    *("state.captured", "state.unsupported", "state.failures_in_a_row"),
-    *(f"prefills.{EXITS_ENTRY}", "prefills.execute", "prefills' backend.replay"),
-)
+SET_UP = (*("state.captured", "state.unsupported", "state.failures_in_a_row"),)
 
 
 def start_failing(engine: Engine, part: str, site: Site, error: type[BaseException]) -> None:

@@ -115,6 +115,6 @@ class TestLoading:
     def test_helpers_without_the_flag(self) -> None:
         """As in an earlier version of that change, which had no flag and was on."""
         without = mock.patch.object(compat.server, "ServerArgs", SimpleNamespace)
-        refused = pytest.raises(compat.release.IncompatibleError, match="is it patched already")
+        refused = pytest.raises(compat.release.IncompatibleError, match="of its own")
         with own_fast_prefill.added(), without, refused:
             patch.patch_sglang()

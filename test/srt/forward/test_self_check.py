@@ -40,8 +40,8 @@ from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.exits import attach
 from sglang_gemma4_yoco.loading import limits, metrics, start
+from sglang_gemma4_yoco.prefill_exits import exit_setup
 from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -276,13 +276,13 @@ def test_a_start_that_fails_is_stock(engine: Engine, said: Callable[..., list[st
     assert_fast(engine)
 
 
-@pytest.mark.parametrize("part", ["capture_graphs", "keep_to_text"])
+@pytest.mark.parametrize("part", ["repair_capture", "open_exits"])
 def test_a_capture_of_sglangs_goes_on(
     started: ModelState, engine: Engine, said: Callable[..., list[str]], part: str
 ) -> None:
     captured = []
     with (
-        mock.patch.object(attach, part, side_effect=InjectedError),
+        mock.patch.object(exit_setup, part, side_effect=InjectedError),
         start.set_up_after_capture(engine.runner, engine.text_model),
     ):
         captured.append("by SGLang")

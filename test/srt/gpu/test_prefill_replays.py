@@ -30,11 +30,10 @@ from scripts.bench.bench_prefill import (
     captured_rows,
     must_have_spread,
     randomise,
-    served,
     timed,
 )
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
+from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.loading import start
@@ -53,8 +52,6 @@ BATCHES = {
     "three prompts": batch_of((0, 3), (0, 50), (9, 1)),
     "beside decode rows": [*batch_of((0, 50)), *batch_of((30, 1), decodes=True)],
 }
-INTERMEDIATE = batch_of((0, 50), to_come=(21, 22))
-LOGPROBS = [*batch_of((10, 40), logprob_start=30), *batch_of((0, 20))]
 
 
 @pytest.fixture(scope="module")
@@ -141,26 +138,6 @@ def test_it_leaves_at_the_exit(engine: Engine, name: str) -> None:
     assert_right(replayed, eager)
     assert_right(replayed, stock)
     assert replayed.beside(stock)["same_cache"]
-
-
-@pytest.mark.usefixtures("exits")
-def test_an_intermediate_chunk_writes_what_stock_writes(engine: Engine) -> None:
-    batch, caches = engine.schedule(INTERMEDIATE), []
-    for way in (OFF_REPLAYED, ON_REPLAYED):
-        engine.poison(batch)
-        reset_log()
-        with served(engine, way):
-            engine.forward(batch, intermediate=True)
-        caches.append(engine.written(batch))
-    assert counters.forwards[counters.EXIT_SKIPPED] == 1, counters.forwards
-    assert all(map(torch.equal, *caches))
-
-
-@pytest.mark.usefixtures("exits")
-def test_a_refused_batch_runs_to_its_end(engine: Engine) -> None:
-    stock, refused = answers(engine, LOGPROBS, OFF_REPLAYED, ON_REPLAYED)
-    assert refused.path not in counters.CUT
-    assert_same(refused, stock)
 
 
 @pytest.mark.parametrize("ways", [(OFF_REPLAYED,), (OFF_REPLAYED, "on", ON_REPLAYED)])

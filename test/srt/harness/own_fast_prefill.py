@@ -25,6 +25,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.forward import wrap_model_forward
+from sglang_gemma4_yoco.loading import published
 
 MODEL = gemma4_causal.Gemma4TextModel
 
@@ -122,8 +123,8 @@ def added() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(states, "_attached", WeakSet())
         changed.setattr(compat.server, "ServerArgs", Arguments)
-        for name in compat.names.PUBLISHED_HELPERS:
-            changed.delattr(MODEL, name, raising=False)
+        for helper in published.HELPERS:
+            changed.delattr(MODEL, helper.__name__, raising=False)
         for name, one in made.items():
             changed.setattr(MODEL, name, one, raising=False)
         yield

@@ -1,20 +1,17 @@
-"""The published contract of the two helpers on ``Gemma4TextModel``, on plain stand-ins.
-
-Stand-ins carry no more than the published cases give them, so this also shows that the helpers
-read nothing else.
-"""
+"""The published contract of the two helpers on ``Gemma4TextModel``, on SGLang's own batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
+from harness.stand_ins import eligible_batch, model
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat, plugin
 from sglang_gemma4_yoco.core import eligibility
@@ -24,16 +21,6 @@ DECODES = pytest.mark.skipif(
     compat.release.is_newer_than_tested(),
     reason="on a release that was not tested the tail extends, which reads more of a batch",
 )
-
-
-class ExtendMode:
-    def is_extend_without_speculative(self) -> bool:
-        return True
-
-
-class DecodeMode:
-    def is_extend_without_speculative(self) -> bool:
-        return False
 
 
 class RecordingBackend:
@@ -52,45 +39,22 @@ class RecordingBackend:
         )
 
 
-def batch(
-    new: list[int], *, logprobs: bool = False, mode: Any = None, total: list[int] | None = None
-) -> SimpleNamespace:
-    total = total or new
-    starts = None
-    if logprobs:
-        starts = [0] * len(new)
-    cached = []
-    for s, n in zip(total, new, strict=True):
-        cached.append(s - n)
-    return SimpleNamespace(
-        forward_mode=mode or ExtendMode(),
-        extend_seq_lens=torch.tensor(new, dtype=torch.int32),
-        extend_seq_lens_cpu=list(new),
-        extend_prefix_lens=torch.tensor(cached, dtype=torch.int32),
-        extend_prefix_lens_cpu=cached,
-        extend_logprob_start_lens_cpu=starts,
-        extend_num_tokens=sum(new),
-        seq_lens=torch.tensor(total, dtype=torch.int32),
-        seq_lens_cpu=torch.tensor(total, dtype=torch.int32),
-        return_logprob=logprobs,
-    )
-
-
-class StandIn(SimpleNamespace):
-    """A text model with the two helpers of the patched class."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_yoco"):
-            return getattr(Gemma4TextModel, name).__get__(self, type(self))
-        raise AttributeError(name)
-
-
-def model(shared: int = 20, capture: list[int] | None = None) -> StandIn:
-    return StandIn(
-        config=SimpleNamespace(num_hidden_layers=35, num_kv_shared_layers=shared),
-        pp_group=SimpleNamespace(is_first_rank=True, is_last_rank=True),
-        layers_to_capture=capture or [],
-    )
+def batch(new: list[int], total: list[int] | None = None, **changes: Any) -> ForwardBatch:
+    """Prompts with so many new tokens, and so many in all."""
+    total, rows = total or new, sum(new)
+    cached = [s - n for s, n in zip(total, new, strict=True)]
+    lengths = {
+        "batch_size": len(new),
+        "input_ids": torch.arange(rows),
+        "out_cache_loc": torch.arange(rows),
+        "extend_num_tokens": rows,
+        "extend_seq_lens": torch.tensor(new, dtype=torch.int32),
+        "extend_seq_lens_cpu": list(new),
+        "extend_prefix_lens": torch.tensor(cached, dtype=torch.int32),
+        "extend_prefix_lens_cpu": cached,
+        "seq_lens": torch.tensor(total, dtype=torch.int32),
+    }
+    return eligible_batch(**lengths, **changes)
 
 
 @pytest.fixture(autouse=True)
@@ -102,11 +66,9 @@ def _installed(setting: Callable[..., None]) -> Iterator[None]:
         yield
 
 
-def logprobs_from(*starts: int) -> SimpleNamespace:
+def logprobs_from(*starts: int) -> ForwardBatch:
     """Two prompts, of whose rows from these on log-probabilities are wanted."""
-    wanted = batch([10, 5], logprobs=True)
-    wanted.extend_logprob_start_lens_cpu = list(starts)
-    return wanted
+    return batch([10, 5], return_logprob=True, extend_logprob_start_lens_cpu=list(starts))
 
 
 TWO = batch([10, 5])
@@ -116,44 +78,40 @@ TWO = batch([10, 5])
     ("served", "forward_batch", "reason"),
     [
         (model(), batch([10, 5, 7]), None),
-        (model(shared=0), batch([10, 5, 7]), start.NO_SHARED_LAYERS),
-        (model(), batch([1, 1, 1]), eligibility.NOTHING_TO_SKIP),  # a decode step
-        (model(), batch([10], mode=DecodeMode()), "the batch is not a plain extend"),
-        (model(), logprobs_from(0, 0), eligibility.NOTHING_TO_SKIP),
+        (model(num_kv_shared_layers=0), batch([10, 5, 7]), start.NO_SHARED_LAYERS),
+        (model(), batch([10], forward_mode=ForwardMode.DECODE), "forward mode DECODE"),
         (model(), logprobs_from(10, 5), None),  # of the last rows alone
-        *((model(capture=[layer]), TWO, eligibility.CAPTURED_LAYERS) for layer in (14, 15, 28, 35)),
-        (model(capture=[2, 10]), TWO, None),
-        (model(capture=[2, 13]), TWO, None),
+        *(
+            (model(layers_to_capture=[layer]), TWO, eligibility.CAPTURED_LAYERS)
+            for layer in (14, 35)
+        ),
+        (model(layers_to_capture=[2, 13]), TWO, None),
     ],
 )
-def test_eligibility(served: StandIn, forward_batch: SimpleNamespace, reason: str | None) -> None:
-    assert served._yoco_eligibility(forward_batch) is (reason is None)
+def test_eligibility(served: Any, forward_batch: ForwardBatch, reason: str | None) -> None:
+    assert Gemma4TextModel._yoco_eligibility(served, forward_batch) is (reason is None)
     assert eligibility.find_ineligible_reason(start.get_state(served), forward_batch) == reason
 
 
 def test_eligibility_env_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "0")
-    assert model()._yoco_eligibility(batch([10, 5])) is False
+    assert Gemma4TextModel._yoco_eligibility(model(), TWO) is False
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
-    assert model()._yoco_eligibility(batch([10, 5])) is True
+    assert Gemma4TextModel._yoco_eligibility(model(), TWO) is True
 
 
 @DECODES
-@pytest.mark.parametrize("order", ["tensors first", "batch first"])
-def test_truncate_to_last_tokens_indices_and_restore(order: str) -> None:
+def test_truncate_to_last_tokens_indices_and_restore() -> None:
     forward_batch, backend = batch([3, 4, 2], total=[3, 14, 2]), RecordingBackend()
     before = dict(vars(forward_batch))
     hidden = torch.arange(9.0)[:, None].repeat(1, 8)
     positions = torch.tensor([0, 1, 2, 10, 11, 12, 13, 0, 1])
     per_layer = torch.arange(9.0)[:, None, None].repeat(1, 35, 16)
-    tensors = (hidden, positions, per_layer)
-    arguments: tuple[Any, ...] = (forward_batch, *tensors)
-    if order == "tensors first":
-        arguments = (*tensors, forward_batch)
-
     with forward_context(ForwardContext(attn_backend=backend)):
-        rows, row_positions, row_inputs, index, restore = model()._yoco_truncate_to_last_tokens(
-            *arguments
+        rows, row_positions, row_inputs, index, restore = (
+            Gemma4TextModel._yoco_truncate_to_last_tokens(
+                model(), hidden, positions, per_layer, forward_batch
+            )
         )
         assert index.tolist() == [2, 6, 8]
         assert rows[:, 0].tolist() == [2.0, 6.0, 8.0]
@@ -178,6 +136,14 @@ def test_truncate_to_last_tokens_indices_and_restore(order: str) -> None:
     assert hidden[2, 0] == 2.0
 
 
+def test_another_order_of_arguments() -> None:
+    """It was published as well."""
+    with pytest.raises(TypeError, match="expected hidden_states, positions, per_layer_inputs"):
+        Gemma4TextModel._yoco_truncate_to_last_tokens(
+            model(), TWO, torch.zeros(15, 8), torch.arange(15), None
+        )
+
+
 @DECODES
 def test_truncate_that_fails_leaves_the_batch_alone() -> None:
     class Failing(RecordingBackend):
@@ -192,8 +158,8 @@ def test_truncate_that_fails_leaves_the_batch_alone() -> None:
         forward_context(ForwardContext(attn_backend=backend)),
         pytest.raises(MemoryError, match="no room"),
     ):
-        model()._yoco_truncate_to_last_tokens(
-            torch.zeros(9, 8), torch.arange(9), None, forward_batch
+        Gemma4TextModel._yoco_truncate_to_last_tokens(
+            model(), torch.zeros(9, 8), torch.arange(9), None, forward_batch
         )
     for name, value in before.items():
         assert vars(forward_batch)[name] is value

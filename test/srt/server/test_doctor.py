@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from packaging.version import Version
 from sglang.srt.model_executor.cuda_graph_config import Backend
-from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
 from harness import typed_secrets
 from harness.doctor import Answer, doctor, environment
@@ -30,8 +29,6 @@ from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import ENTRIES, CommandError, Report
-from sglang_gemma4_yoco.compat import captured_prefills
-from sglang_gemma4_yoco.exits import capture
 from sglang_gemma4_yoco.loading import limits, patch
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -182,83 +179,40 @@ def test_no_secret_is_shown(
 
 
 SHORTENED = "replayed prefills are shortened, where the check at start agrees"
-SWITCH = settings.name_of("prefill_graphs")
 #: Settings that may be 0 while the path is on.
 AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
 
 
-def lines_and_refusals(switch: bool, **arguments: bool) -> tuple[list[str], list[str]]:
-    """What is printed of prefill graphs, without the label; and why a server is refused."""
-    report = Report()
-    with settings_changed(prefill_graphs=switch):
-        preflight._prefill_graphs(report, arguments, arguments.get)
-    lines = []
-    for line in report.lines:
-        lines.append(line.removeprefix("  prefill graphs").strip())
-    return lines, report.refusals
-
-
 @pytest.mark.parametrize(
-    ("arguments", "refused"),
-    [({}, True), ({"enable_multimodal": False}, False), ({"language_model_only": True}, False)],
-)
-def test_prefill_graphs_of_multimodal_models(
-    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, bool], refused: bool
-) -> None:
-    """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
-    monkeypatch.delattr(cuda_graph_setup, captured_prefills._INDEX, raising=False)
-    with prefill_graphs(Backend.BREAKABLE):
-        _, refusals = lines_and_refusals(True, **arguments)
-    assert len(refusals) == refused
-    for refusal in refusals:
-        assert captured_prefills.IDS_AND_EMBEDDINGS in refusal
-
-
-@pytest.mark.parametrize(
-    ("named", "installed", "switch", "is_repaired"),
+    ("given", "is_repaired"),
     [
-        ("breakable", True, True, True),
-        (None, True, True, False),
-        ("breakable", False, True, False),
-        ("breakable", True, False, False),
+        ({}, True),
+        ({"named": None}, False),
+        ({"backend": Backend.FULL, "named": "full"}, False),
+        ({"installed": False}, False),
+        ({"setting": False}, False),
+        ({"model_type": "gemma3n_text"}, False),
     ],
-    ids=["by name", "not by name", "no plugin", "switched off"],
+    ids=["by name", "not by name", "full", "no plugin", "switched off", "Gemma 3n"],
 )
-def test_prefill_graphs_that_are_repaired(
-    monkeypatch: pytest.MonkeyPatch,
-    named: str | None,
-    installed: bool,
-    switch: bool,
-    is_repaired: bool,
+def test_prefill_graphs(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_repaired: bool
 ) -> None:
     """As at start: named by the operator, by a plugin that is there, and not switched off."""
-    monkeypatch.setattr(cuda_graph_setup, captured_prefills._INDEX, None, raising=False)
-    monkeypatch.setattr(patch, "installed", installed)
-    with prefill_graphs(Backend.BREAKABLE, named):
-        found, refusals = lines_and_refusals(switch)
-    assert found == [f"backend 'breakable': {SHORTENED}"] * is_repaired
-    assert bool(refusals) is not is_repaired
-
-
-@pytest.mark.parametrize(
-    ("backend", "switch", "replays"),
-    [
-        (Backend.BREAKABLE, True, SHORTENED),
-        (Backend.BREAKABLE, False, f"replayed prefills are not shortened ({SWITCH}=0); "),
-        (Backend.FULL, True, f"replayed prefills are not shortened ({capture.NO_BREAKS}); "),
-    ],
-)
-def test_prefill_graphs_that_need_no_repair(
-    monkeypatch: pytest.MonkeyPatch, backend: str, switch: bool, replays: str
-) -> None:
-    """As a text model of 0.5.18; replays of breakable graphs alone are shortened."""
-    monkeypatch.setattr(captured_prefills, "find_capture_error", lambda **_: None)
-    with prefill_graphs(backend):
-        found, refusals = lines_and_refusals(switch)
-    [line] = found
-    assert line.startswith(f"backend {backend!r}: {replays}")
-    assert ("--cuda-graph-backend-prefill=disabled" in line) is (replays != SHORTENED)
-    assert not refusals
+    backend, named = given.get("backend", Backend.BREAKABLE), given.get("named", "breakable")
+    config = {"model_type": given.get("model_type", "gemma4_text")}
+    monkeypatch.setattr(patch, "installed", given.get("installed", True))
+    report = Report()
+    switch = settings_changed(prefill_graphs=given.get("setting", True))
+    with prefill_graphs(backend, named), switch:
+        preflight._prefill_graphs(report, config)
+        if is_repaired:
+            [line] = report.lines
+            assert line.endswith(f"backend 'breakable': {SHORTENED}")
+            assert not report.refusals
+        else:
+            [refusal] = report.refusals
+            assert refusal.endswith("--cuda-graph-backend-prefill=disabled starts it")
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -7,7 +7,6 @@ server's own counters show by which path its forwards went.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,29 +153,6 @@ def test_prompts_of_all_lengths(both_servers: Pair) -> None:
     lengths = (1, 2, 7, 9, 16, 17, window - 1, window, window + 1, 63, 65, CHUNK - 1, CHUNK)
     counted = through_exits(both_servers, one_by_one(*prompts_of(*lengths)))
     assert (counted[counters.EXIT_CAPTURED], counted[counters.TAIL_CAPTURED]) == (9, 3)
-
-
-def test_text_with_literal_placeholders(both_servers: Pair, tiny_checkpoint: Path) -> None:
-    """SGLang takes their per-layer embeddings from its padding, where nothing is captured."""
-    config = json.loads((tiny_checkpoint / "config.json").read_text())
-    prompts: list[list[int]] = []
-    for name in ("image_token_id", "video_token_id", "audio_token_id"):
-        for place in (0, 20, 59):
-            ids = tokens(60, seed=len(prompts))
-            ids[place] = config[name]
-            prompts.append(ids)
-    counted = through_exits(both_servers, one_by_one(*prompts))
-    assert counted == {counters.EXIT_CAPTURED: len(prompts)}
-
-
-def test_one_prompt_again_and_again(both_servers: Pair) -> None:
-    """Four times in a row, and after each one that goes on from it."""
-    prompt = tokens(200, seed=40)
-    turns: list[list[int]] = []
-    for seed in range(4):
-        turns += prompt, prompt + tokens(20, seed=seed)
-    counted = through_exits(both_servers, one_by_one(*turns))
-    assert (counted[counters.EXIT_SKIPPED], counted[counters.EXIT_CAPTURED]) == (1, 5)
 
 
 def test_image_over_a_chunk_boundary(both_servers: Pair) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,6 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness.stand_ins import eligible_batch, model, reason_of
-from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import eligibility, plan
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
@@ -45,9 +45,14 @@ from sglang_gemma4_yoco.replaced import replaced
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
 
+class OtherMode(IntEnum):
+    """Of another package, whose number for a mode is SGLang's."""
+
+    EXTEND = int(ForwardMode.EXTEND)
+
+
 SUFFIXES = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 3, 2]}
 ONES = {"extend_seq_lens_cpu": [1, 1, 1], "extend_num_tokens": 3, "input_ids": torch.arange(3)}
-OTHER_MODE = SimpleNamespace(is_extend_without_speculative=lambda: False)
 FULL = {"capture_hidden_mode": CaptureHiddenMode.FULL}
 # A field that refuses a batch where it is set: a value, and the reason.
 FIELDS: dict[str, tuple[object, str]] = {
@@ -72,8 +77,8 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "fewer logprobs": SUFFIXES | {"extend_logprob_start_lens_cpu": [0]},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no mode": ({"forward_mode": None}, eligibility.NO_EXTEND),
-    "another package's mode": ({"forward_mode": OTHER_MODE}, eligibility.NO_EXTEND),
+    "no mode": ({"forward_mode": None}, "forward mode None"),
+    "another package's mode": ({"forward_mode": OtherMode.EXTEND}, "forward mode EXTEND"),
     "nothing to skip": (ONES, eligibility.NOTHING_TO_SKIP),
     "all input logprobs": (
         SUFFIXES | {"extend_logprob_start_lens_cpu": [0, 0, 0]},
@@ -367,10 +372,24 @@ def test_each_field_refuses_for_its_reason() -> None:
     assert reasons == eligibility.INELIGIBLE_FIELDS
 
 
-@pytest.mark.parametrize(("tokens", "reason"), [(128, eligibility.TOO_LITTLE), (129, None)])
-def test_an_exit_on_a_gpu_skips_128_rows(tokens: int, reason: str | None) -> None:
-    """All but the last row of a prompt are skipped."""
-    state: Any = SimpleNamespace(on_gpu=True, replayed_exits=SimpleNamespace(closed=None))
-    prompt = eligibility.Eligible(KeptRows.suffixes([tokens], [0]), False, bucket=1)
-    with settings_changed(min_skipped_rows=None):
-        assert eligibility._check_exit(state, eligible_batch(), prompt) == reason
+SHORT_ON_A_GPU: list[tuple[int, int | None, bool, str | None]] = [
+    (128, None, False, eligibility.TOO_LITTLE),
+    (129, None, False, None),
+    (128, 127, False, None),  # the operator's minimum
+    (128, None, True, None),
+]
+
+
+@pytest.mark.parametrize(("tokens", "minimum", "intermediate", "reason"), SHORT_ON_A_GPU)
+def test_an_exit_on_a_gpu_skips_128_rows(
+    setting: Callable[..., None],
+    tokens: int,
+    minimum: int | None,
+    intermediate: bool,
+    reason: str | None,
+) -> None:
+    """All but the last row of a prompt are skipped, and all of an intermediate chunk."""
+    setting(min_skipped_rows=minimum)
+    state: Any = SimpleNamespace(on_gpu=True, replayed_exits=SimpleNamespace(are_open=True))
+    prompt = eligibility.Eligible(KeptRows.suffixes([tokens], [0]), intermediate, bucket=1)
+    assert eligibility._check_exit(state, prompt) == reason

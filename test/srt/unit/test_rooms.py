@@ -8,8 +8,8 @@ import pytest
 PACKAGE = "sglang_gemma4_yoco"
 #: From the top down: each imports from those after it alone.
 ROOMS = (
-    *("__main__", "commands", "plugin", "loading", "exits", "checking", "captured", "models"),
-    *("core", "compat", "counters", "log", "replaced", "settings"),
+    *("__main__", "commands", "plugin", "loading", "prefill_exits", "checking", "captured"),
+    *("models", "core", "compat", "counters", "log", "replaced", "settings"),
 )
 
 

@@ -4,7 +4,6 @@ SGLang's multimodal model takes the per-layer embeddings of ids that stand for m
 ``<image>`` in a text, say) from its padding. A graph that is captured from ids must do the same.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def embed_text(model: Any, config: Any, ids: torch.Tensor) -> Inputs:
 
     Args:
         model: a ``Gemma4TextModel``.
-        config: of the multimodal model around it; None for the text model's own embeddings.
+        config: of the multimodal model around it.
         ids: [T].
     """
     embeds = model.embed_tokens(ids)
@@ -41,8 +40,8 @@ def embed_text(model: Any, config: Any, ids: torch.Tensor) -> Inputs:
 
 
 @torch.no_grad()
-def inputs_agree(runner: Any, model: Any, make: Callable[[torch.Tensor], Any]) -> bool:
-    """Whether ``make`` makes of ids what SGLang's eager model makes of them, bit for bit.
+def inputs_agree(runner: Any, model: Any) -> bool:
+    """Return True if ``embed_text`` makes of ids what SGLang's eager model does, bit for bit.
 
     The prompt has every id that the configuration names, not only those that are known to be
     special. It needs no slots: no layer runs.
@@ -51,12 +50,11 @@ def inputs_agree(runner: Any, model: Any, make: Callable[[torch.Tensor], Any]) -
         NotComparableError: SGLang gives its text model something else than what is known here.
     """
     ids = _list_named_ids(runner)
-    embeds, embedded = get_given_inputs(runner, model, ids)
-    own_embeds, own_embedded = make(ids)
-    same = torch.equal(embeds, own_embeds)
-    if embedded is not None:
-        same = same and torch.equal(embedded, own_embedded)
-    return same
+    made: Any = embed_text(model, runner.model.config, ids)
+    for own, given in zip(made, get_given_inputs(runner, model, ids), strict=True):
+        if given is not None and not torch.equal(own, given):
+            return False
+    return True
 
 
 def get_given_inputs(runner: Any, model: Any, ids: torch.Tensor) -> Any:
