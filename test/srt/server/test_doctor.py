@@ -17,7 +17,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
 from harness import typed_secrets
-from harness.doctor import Answer, doctor, environment
+from harness.doctor import Answer, doctor
 from harness.other_plugins import AROUND, plugin
 from harness.server import python_path
 from harness.stand_ins import prefill_graphs
@@ -176,9 +176,7 @@ def test_no_secret_is_shown(
     if accepted and how == "text":
         [flags] = re.findall("^  flags  .*", answer.out, re.MULTILINE)
         flag = typed_secrets.FLAGS[name][0].partition("=")[0]
-        assert "--device cpu --dtype float32" in flags
-        assert f" {flag}" in flags
-        assert "..." in flags
+        assert flags.endswith(f" --device cpu --dtype float32 {flag}")
 
 
 SHORTENED = "replayed prefills are shortened, where the check at start agrees"
@@ -368,21 +366,6 @@ def test_a_report_to_read(served: list[str], tmp_path: Path) -> None:
         r"found by SGLang +a_hook, gemma4_",
     ):
         assert re.search(words, answer.out), words
-
-
-def test_without_sglang() -> None:
-    code = """
-import importlib.util, sys
-importlib.util.find_spec = lambda name: None
-from sglang_gemma4_yoco.commands.main import main
-sys.exit(main(["doctor"]))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (2, "")
-    reason = done.stdout.splitlines()[-1]
-    assert reason == "  no SGLang is installed here; run this where the server runs"
 
 
 def test_help_imports_neither_torch_nor_sglang() -> None:

@@ -260,7 +260,7 @@ def test_no_secret_of_a_server_is_shown(
     document = {"version": words, "internal_states": [{ENTRY: entry}, {ENTRY: None}]}
     with http(200, document) as url:
         address = url.replace("://", f"://user:{MARK}@")
-        for how in ([], ["--json"], ["--api-key", MARK], ["--api-k", f"a {MARK}", "--json"]):
+        for how in (["--api-key", MARK], ["--api-k", f"a {MARK}", "--json"]):
             code, out, err = report(capsys, address, *how)
             assert (code, err) == (1, [])
             texts = {"out": "\n".join(out), "err": "\n".join(err)}
