@@ -19,7 +19,7 @@ from typing import Any
 SHOWN = (
     *("--model-path", "--model", "--device", "--dtype", "--quantization", "--kv-cache-dtype"),
     *("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"),
-    *("--tensor-parallel-size", "--tp-size", "--page-size", "--context-length"),
+    *("--tensor-parallel-size", "--tp-size", "--tp", "--page-size", "--context-length"),
     *("--chunked-prefill-size", "--max-running-requests", "--mem-fraction-static"),
     *("--speculative-algorithm", "--cuda-graph-backend-prefill"),
 )
@@ -33,7 +33,7 @@ _PLAIN = re.compile(
     r"(?is)\s*|.{1,3}|[-+.\d]{1,9}|https?|auto|b?float\d+|cuda|default|false|none|null|triton|true"
 )
 # Replaced in any address: who logs in, and a query.
-_ADDRESS = r"(?<=://).+(?=@)|(?<=\?)[^\s\"'<>]*=[^\s\"'<>]*"
+_ADDRESS = re.compile(r"(?<=://).+(?=@)|(?<=\?)[^\s\"'<>]*=[^\s\"'<>]*")
 
 _secrets: list[str] = []  # of this process's command: patterns, that of the longest first
 
@@ -63,7 +63,10 @@ def learn_secrets(flags: Sequence[str]) -> None:
 def redact(value: Any) -> Any:
     """A text, or all texts of a JSON document but its keys, with ``...`` for each secret."""
     if isinstance(value, str):
-        return re.sub("|".join([*_secrets, _ADDRESS]), "...", value)
+        value = _ADDRESS.sub("...", value)  # first: a secret may be a part of one
+        for secret in _secrets:
+            value = re.sub(secret, "...", value)
+        return value
     if isinstance(value, dict):
         return {key: redact(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
