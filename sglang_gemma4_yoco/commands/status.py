@@ -64,10 +64,8 @@ def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | Non
     try:
         # As an argument: variables have precedence over what a session has.
         reply = make_session(url, args.api_key).get(address, timeout=30, verify=trusted)
-    except OSError as failure:
+    except (OSError, ValueError) as failure:  # ValueError: it is no URL
         raise CommandError(f"{url}: {explain_failure(failure)}") from None
-    except ValueError:  # its own message may quote a password alone
-        raise CommandError(f"{url}: it is no URL: expected http://HOST:PORT") from None
     if reply.status_code in (401, 403):
         raise CommandError(f"{url} wants another key: put it into {API_KEY}, or use --api-key")
     try:

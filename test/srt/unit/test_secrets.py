@@ -213,7 +213,7 @@ def test_another_command_has_other_secrets(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_secrets_as_they_are_quoted(tmp_path: Path) -> None:
     """Whole, whatever is in it; by another one that it begins with; in parts, of files too."""
-    whole, longer, lines = "p@s:s,=[w", "first-one-and-more", "a line\nhunter2"
+    whole, longer, lines = "p@ssword:s,=[w", "first-one-and-more", "a line\nhunter2"
     (tmp_path / "a.yaml").write_text('dtype: half\nother: {a: [ "third-one" ]}  # theirs\n')
     typed = ["--a", whole, "--b", "first-one", "--c", longer, "--d", lines]
     redact.learn_secrets([*typed, "--config", str(tmp_path / "a.yaml")])
