@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scripts.environment import REPO, SetupError
 from sglang_gemma4_yoco.commands.console import say
-from sglang_gemma4_yoco.commands.redact import learn_secrets, redact, redact_flags
+from sglang_gemma4_yoco.commands.redact import learn_secrets, redact, show_flags
 
 REFERENCE = REPO / "test" / "reference"
 _SERVER_ARGS = "--server-args"
@@ -44,8 +44,8 @@ def command_without_secrets(words: Sequence[str]) -> str:
     they are what follows ``--``.
     """
     end = words.index("--") if "--" in words else len(words)
-    after = list(words[end:])
-    of_server, shown = after[1:], list[str]()
+    after = words[end + 1 :]
+    of_server, shown = list(after), list[str]()
     for word in words[:end]:
         flag, equals, flags = word.partition("=")
         if shown[-1:] == [_SERVER_ARGS]:
@@ -56,9 +56,10 @@ def command_without_secrets(words: Sequence[str]) -> str:
             shown.append(word)
             continue
         of_server += shlex.split(flags)
-        shown.append(before + redact_flags(shlex.split(flags)))
-    learn_secrets(of_server, os.environ)
-    command: str = redact(f"{shlex.join(shown)} {redact_flags(after)}".rstrip())
+        shown.append(before + show_flags(shlex.split(flags)))
+    learn_secrets(of_server)
+    shown += words[end : end + 1]  # the -- itself
+    command: str = redact(f"{shlex.join(shown)} {show_flags(after)}".rstrip())
     return command
 
 

@@ -10,8 +10,6 @@ import os
 from importlib.metadata import requires, version
 from multiprocessing import parent_process
 
-from packaging.requirements import Requirement
-
 from sglang_gemma4_yoco import __version__, settings
 
 GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
@@ -25,6 +23,8 @@ why_not_installed: str | None = None
 def check_version() -> None:
     """Raise a ``RuntimeError`` unless an SGLang in this package's range is installed."""
     installed = version("sglang")
+    from packaging.requirements import Requirement  # it comes with SGLang
+
     for requirement in map(Requirement, requires("sglang-gemma4-yoco") or ()):
         in_range = requirement.specifier.contains(installed, prereleases=True)
         if requirement.name == "sglang" and not in_range:

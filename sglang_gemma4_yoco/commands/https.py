@@ -7,17 +7,22 @@ import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from sglang_gemma4_yoco.commands.console import CommandError
+
 if TYPE_CHECKING:
     import requests
 
 API_KEY = "SGLANG_API_KEY"
+NO_REQUESTS = "the module requests is not installed here; run this where the server runs"
 
 
 def make_session(url: str, key: str | None = None) -> requests.Session:
     """An HTTP client for a server, with its API key; to this machine it uses no proxy."""
-    import requests  # both come with SGLang
-    import urllib3
-
+    try:
+        import requests  # both come with SGLang
+        import urllib3
+    except ImportError as missing:
+        raise CommandError(NO_REQUESTS) from missing
     urllib3.disable_warnings()  # of a certificate that is not to be checked
     client = requests.Session()
     client.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1", "0.0.0.0")

@@ -1,7 +1,6 @@
 """``sglang-gemma4-yoco``: one command, each in a module: its help, its options, and ``run``."""
 
 import argparse
-import os
 import signal
 import sys
 import traceback
@@ -16,7 +15,7 @@ from sglang_gemma4_yoco.commands.verify import verify
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors quote no secret."""
+    """A parser whose errors quote no value."""
 
     def error(self, message: str) -> NoReturn:
         """End the command."""
@@ -28,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = argv
     if words is None:
         words = sys.argv[1:]
-    learn_secrets(words, os.environ)
+    learn_secrets(words)  # for the parser's own errors
     parser = Parser(
         prog="sglang-gemma4-yoco", description="Commands for YOCO fast prefill of Gemma 4 in SGLang"
     )
@@ -39,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         one = commands.add_parser(name, help=summary, description=command.__doc__)
         one.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_options(one)
-        one.set_defaults(run=command.run)
+        one.set_defaults(run=command.run, flags=[], api_key=None)
     args = parser.parse_args(words)
+    learn_secrets([*args.flags, f"--api-key={args.api_key or ''}"])
     # They end the command on the way that stops whatever it has started.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it

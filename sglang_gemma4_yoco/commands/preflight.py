@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands.console import CommandError, Report
-from sglang_gemma4_yoco.commands.redact import redact_flags
+from sglang_gemma4_yoco.commands.redact import show_flags
 from sglang_gemma4_yoco.core.eligibility import EMBEDDINGS
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import classes, limits, metrics, patch
@@ -89,7 +89,7 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
 def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> None:
     """Have SGLang resolve the flags, as in a server's scheduler; nothing is started."""
     report.begin("A server with these flags")
-    report.add("flags", redact_flags(flags))
+    report.add("flags", show_flags(flags))
     ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
     try:
         with redirect_stderr(io.StringIO()) as printed:

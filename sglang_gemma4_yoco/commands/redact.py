@@ -1,77 +1,71 @@
-"""Secrets stay out of all that a command prints or writes. Standard library only.
+"""What commands show of a server's flags, and what is replaced in all that they print or write.
 
-Which value is a secret cannot be known: a flag may be new, misspelt or shortened. So the value of
-every flag is one that shown_flags.txt does not list, and so are the keys, tokens and passwords of
-the environment and of addresses. ``learn_secrets`` collects them when a command starts; ``redact``
-hides them wherever they occur, also where SGLang, a server or its log quotes them.
+Shown are the names of flags, and the values without which a report cannot be read. SGLang's errors
+and a server's log quote other values, and keys. ``learn_secrets`` collects these when a command
+starts, and ``redact`` replaces them wherever text leaves the command. Standard library only.
 """
 
+import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import filterfalse, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-#: What stands in the place of a secret.
-HIDDEN = "..."
-_FILE = Path(__file__).with_name("shown_flags.txt")
-_SHOWN = frozenset(re.findall("(?m)^--.*", _FILE.read_text("utf-8")))
-# A flag begins so, also where an editor has made one long dash of two; a negative number does not.
-_FLAG = re.compile(r"[-\u2010-\u2015\u2212]+[^\W\d]")
-# Not of a number of tokens.
-_VARIABLE = re.compile(
-    r"(?i)(_|API|^)(KEYS?|TOKEN|PASS)$|_PWD$|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL"
+#: SGLang's flags whose values are shown: what is served, and how. Each takes one value, which is a
+#: number, a choice, or the model: never free text, JSON or an address.
+SHOWN = (
+    *("--model-path", "--model", "--device", "--dtype", "--quantization", "--kv-cache-dtype"),
+    *("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"),
+    *("--tensor-parallel-size", "--tp-size", "--tp", "--page-size", "--context-length"),
+    *("--chunked-prefill-size", "--max-running-requests", "--mem-fraction-static"),
+    *("--speculative-algorithm", "--cuda-graph-backend-prefill"),
 )
-# Of an address, or a token in its place, which is longer than a name.
-_PASSWORD = re.compile(r"://(?:[^:@\n]*:|(?=[^@\n]{8}))(.+)@")
-# What may be quoted alone of JSON, of a list, or of several lines.
-_PART = re.compile(r"[^\n\"'{}\[\],:]{8,}")
-# Not searched for: what is too short, and words that reports need and new flags may have.
+
+_NAME = re.compile("--[a-z][a-z0-9_-]*")
+_KEY = re.compile("(?i)secret|password|passphrase|credential|(key|keys|token|tokens|pass|_pwd)$")
+# What may be quoted alone of several words, of JSON, or of an address.
+_PART = re.compile(r"[^\s\"'{}\[\],:=@\\]+")
+# Not replaced: reports have such words and numbers too.
 _PLAIN = re.compile(
-    r"(?is)\s*|.{1,3}|auto|b?float\d+|cuda|default|exact|false|none|null|triton|true"
+    r"(?is)\s*|.{1,3}|[-+.\d]{1,9}|https?|auto|b?float\d+|cuda|default|false|none|null|triton|true"
 )
-# What shows a secret, even one that was not on this command line; the secret follows.
-_BEFORE = (
-    re.compile(r"(://)[^\s\"'<>]*(?=@)"),
-    re.compile(r"(://[^\s\"'<>?]+\?)[^\s\"'<>]+"),
-    re.compile(r"(?i)((?:key|token|secret|password)[\"']?\s*[=:]\s*)([\"']).*?\2"),
-    re.compile(r"(?i)((?<![\w-])--[\w-]*(?:key|token|secret|password)(?:=|\s+))\S+"),
-)
+# Replaced in any address: who logs in, and a query.
+_ADDRESS = re.compile(r"(?<=://).+(?=@)|(?<=\?)[^\s\"'<>]*=[^\s\"'<>]*")
 
-_secrets: list[str] = []  # of this process's command, the longest first
+_secrets: list[str] = []  # of this process's command: patterns, that of the longest first
 
 
-def learn_secrets(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Have ``redact`` hide the secrets of a command line and of its environment, and no others."""
-    for flag, file in pairwise(words):
-        if flag == "--config":  # of SGLang
-            words = [*words, *_flags_of_file(file)]
-    found = [secret for _, secret in _split_flags(words)]
-    found += [environment[name] for name in environment if _VARIABLE.search(name)]
-    found += _PASSWORD.findall("\n".join((*words, *environment.values())))
+def show_flags(flags: Iterable[str]) -> str:
+    """The names of a server's flags, with the values of ``SHOWN``, for a shell."""
+    shown, _ = _split(flags)
+    return shlex.join(shown)
+
+
+def learn_secrets(flags: Sequence[str]) -> None:
+    """Have ``redact`` replace what a server's flags do not show, and the environment's keys.
+
+    Those of an earlier call are forgotten.
+    """
+    _, found = _split([*flags, *_read_config(flags)])
+    found += [value for name, value in os.environ.items() if _KEY.search(name)]
     found += _PART.findall("\n".join(found))
-    found += [repr(secret)[1:-1] for secret in found]
-    found += [" ".join(secret.split()) for secret in found]  # messages are put on one line
-    _secrets[:] = sorted(filterfalse(_PLAIN.fullmatch, found), key=len, reverse=True)
-
-
-def _flags_of_file(path: str) -> Iterator[str]:
-    with suppress(Exception):  # SGLang has its own message for what is not such a file
-        import yaml  # comes with SGLang
-
-        for name, value in yaml.safe_load(Path(path).read_text("utf-8")).items():
-            yield f"--{name.replace('_', '-')}={value}"
+    _secrets.clear()
+    for secret in sorted(found, key=len, reverse=True):
+        if not _PLAIN.fullmatch(secret):
+            # A word of its own; what Python writes for the end of a line may precede it.
+            word = rf"(?:(?<![\w-])|(?<=\\[nrt])){re.escape(secret)}(?![\w-])"
+            _secrets.append(word)
 
 
 def redact(value: Any) -> Any:
-    """A text, or all texts of a JSON document but its keys, with each secret replaced."""
+    """A text, or all texts of a JSON document but its keys, with ``...`` for each secret."""
     if isinstance(value, str):
+        value = _ADDRESS.sub("...", value)  # first: a secret may be a part of one
         for secret in _secrets:
-            value = value.replace(secret, HIDDEN)
-        for before in _BEFORE:
-            value = before.sub(r"\1...", value)
+            value = re.sub(secret, "...", value)
         return value
     if isinstance(value, dict):
         return {key: redact(item) for key, item in value.items()}
@@ -80,28 +74,29 @@ def redact(value: Any) -> Any:
     return value
 
 
-def redact_flags(flags: Iterable[str]) -> str:
-    """The flags of a server, for a shell, with what may be a secret replaced."""
-    return shlex.join(redact(shown) for shown, _ in _split_flags(flags))
-
-
-def _split_flags(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each word as it is shown, and what is hidden of it.
-
-    Behind a flag that is not listed all words are hidden, up to one that is. Addresses are not,
-    which may be what a command is for, unless they are the value of that flag.
-    """
-    hides = is_value = False
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag in _SHOWN:
-            hides = is_value = False
-            yield word, ""
-        elif _FLAG.match(word) and not is_value:
-            hides, is_value = True, not equals
-            yield word.removesuffix(value) + HIDDEN * bool(value), value
-        elif hides and (is_value or "://" not in word):
-            is_value = False
-            yield HIDDEN, word
+def _split(flags: Iterable[str]) -> tuple[list[str], list[str]]:
+    """What is shown of a server's flags, and the values that are not."""
+    shown, hidden = list[str](), list[str]()
+    for before, word in pairwise(["", *flags]):
+        name, _, value = word.partition("=")
+        if name in SHOWN:
+            shown.append(word)
+        elif _NAME.fullmatch(name):
+            shown.append(name)
+            hidden.append(value)
+        elif before in SHOWN:
+            shown.append(word)
         else:
-            yield word, ""
+            hidden.append(word)
+    return shown, hidden
+
+
+def _read_config(flags: Sequence[str]) -> list[str]:
+    """The flags in the file of SGLang's ``--config``."""
+    with suppress(Exception):  # there is none, or it is no such file: then SGLang says so
+        import yaml  # comes with SGLang
+
+        file = flags[flags.index("--config") + 1]
+        entries = yaml.safe_load(Path(file).read_text("utf-8"))
+        return [f"--{name}={value}" for name, value in entries.items()]
+    return []

@@ -37,7 +37,7 @@ from typing import Any
 
 from sglang_gemma4_yoco import __version__, counters
 from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, say
-from sglang_gemma4_yoco.commands.redact import redact, redact_flags
+from sglang_gemma4_yoco.commands.redact import redact, show_flags
 from sglang_gemma4_yoco.commands.verify import page, servers
 from sglang_gemma4_yoco.commands.verify import prompts as kinds
 from sglang_gemma4_yoco.commands.verify.compare import (
@@ -85,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ways = "default: together on a CPU, in turn on a GPU"
     add("--servers", choices=("auto", "together", "in-turn"), default="auto", help=ways)
     add("--output", type=Path, metavar="DIR", help="of logs and reports (default: a new one here)")
-    add("server_args", nargs="*", metavar="FLAG", help="SGLang's, for both servers, after --")
+    add("flags", nargs="*", metavar="FLAG", help="SGLang's, for both servers, after --")
 
 
 def find_device(wanted: str) -> str:
@@ -312,9 +312,9 @@ def conclude(document: dict[str, Any], stock: Found, fast: Found) -> None:
 def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Found, Found]:
     """Start, examine and stop both servers; returns what stock and fast did."""
     tokenizer = kinds.load_tokenizer(args.model_path)
-    flags = ["--model-path", args.model_path, *args.server_args]
+    flags = ["--model-path", args.model_path, *args.flags]
     together = args.servers == "together" or (args.servers, args.device) == ("auto", "cpu")
-    for flag in args.server_args:
+    for flag in args.flags:
         if f"{flag} ".startswith(_OWN_FLAGS):
             raise CommandError(
                 f"{flag}: verify has a --model-path and a --device of its own, and speaks http to "
@@ -343,7 +343,7 @@ def begin_document(args: argparse.Namespace) -> dict[str, Any]:
         "device": args.device,
         "sglang": version("sglang"),
         "package": __version__,
-        "server_args": redact_flags(args.server_args),
+        "server_args": show_flags(args.flags),
         "prompt_tokens": max(args.prompt_tokens),
         "active": False,
         "repeats": args.repeats,

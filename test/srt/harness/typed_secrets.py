@@ -17,8 +17,6 @@ _CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json
 #: Flags of a server, by how a secret is given. SGLang 0.5.23 accepts these.
 ACCEPTED: dict[str, list[str]] = _CASES["accepted"]
 FLAGS = ACCEPTED | _CASES["not accepted"]
-#: Whose reports are made for people as well: all that list the flags, and an error.
-SHOWN_IN_TEXT = [*ACCEPTED, "misspelt"]
 #: The same in files of --config; SGLang refuses what is here.
 FILES: dict[str, str] = _CASES["files"]
 #: By variable, its value.

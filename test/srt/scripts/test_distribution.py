@@ -66,8 +66,7 @@ def test_one_version(built: tuple[Path, Path]) -> None:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
-    expected = {"py.typed", "commands/verify/prompts.txt", "commands/shown_flags.txt"}
-    expected |= {"commands/verify/page.html"}
+    expected = {"py.typed", "commands/verify/prompts.txt", "commands/verify/page.html"}
     for path in (REPO / NAME).rglob("*.py"):
         expected.add(str(path.relative_to(REPO / NAME)))
     inside: dict[str, set[str]] = defaultdict(set)
@@ -112,7 +111,14 @@ def test_installed_where_nothing_else_is(
     run(uv, "venv", "--python", sys.executable, tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     install = (uv, "pip", "install", "--python", python)
-    run(*install, "packaging", "setuptools>=77")
+    run(*install, "setuptools>=77")
     run(*install, "--offline", "--no-deps", "--no-build-isolation", built[which])
     said = run(python, "-I", "-c", LOADED, VERSION[1])
     assert "is NOT installed, the server runs unpatched: " in said
+    for command in ("doctor", "verify --model-path x", "status http://localhost:1"):
+        words = [python, "-m", NAME, *command.split()]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") < 2
+        last = (done.stdout + done.stderr).splitlines()[-1]
+        assert last.endswith("installed here; run this where the server runs")
