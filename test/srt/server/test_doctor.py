@@ -16,7 +16,7 @@ from packaging.version import Version
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from harness import typed_secrets
-from harness.doctor import Answer, doctor, environment
+from harness.doctor import Answer, doctor
 from harness.documented import sample
 from harness.other_plugins import AROUND, plugin
 from harness.server import python_path
