@@ -58,14 +58,12 @@ def test_every_mode_has_its_tests(mode: list[str]) -> None:
 
 
 def test_every_promise_has_its_tests() -> None:
-    """Nor is one without its exceptions."""
     page = (REPO / "docs" / "promises.md").read_text()
     rows = re.findall(r"^\| \*\*\d\. .*$", page, re.MULTILINE)
     assert len(rows) == page.count("\n| **")
     for row in rows:
-        _, _, exceptions, by, _ = row.split("|")
+        *_, by, _ = row.split("|")
         assert re.search(r"`\w+/test_\w+", by)
-        assert len(exceptions) > 10
 
 
 @pytest.mark.parametrize("page", (REPO / "docs").rglob("*.md"), ids=lambda page: page.name)
