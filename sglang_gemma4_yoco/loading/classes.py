@@ -103,24 +103,24 @@ def _find_unknown(outer: type, runner: Any) -> Iterator[Unknown]:
     """The code that is not known where rows pass."""
     if not (outer.__module__ in OUTER_MODELS or _is_trusted(outer.__module__, outer.__name__)):
         yield "the model is a", outer.__module__, outer.__name__
-    classes, owners = [outer], [("all modules", torch_module)]
-    for path in MODULES:
-        module = sys.modules.get(path)
-        if module is not None:  # nothing can call what is not there
-            owners.append((path, module))
-            found = filter(inspect.isclass, vars(module).values())
-            classes += [kind for kind in found if kind.__module__ == path]
+    # What is not imported, nothing can call.
+    owners: dict[str, Any] = {path: sys.modules[path] for path in MODULES if path in sys.modules}
+    classes = [outer]
+    for path, module in owners.items():
+        found = filter(inspect.isclass, vars(module).values())
+        classes += [kind for kind in found if kind.__module__ == path]
     if runner is not None:
         objects = _list_objects(runner.model)
         classes += map(type, objects.values())
         backend = runner.attn_backend  # whose class ``limits`` judges
-        owners += [*objects.items(), (type(backend).__name__, backend)]
+        owners |= {**objects, type(backend).__name__: backend}
     for base in dict.fromkeys(base for kind in classes for base in kind.__mro__):
         for module, name in _find_definitions(base):
             yield "the model has a", module, name
-        owners.append((base.__name__, base))
-    for place, owner in owners:
+        yield from _find_in(base.__name__, base)
+    for place, owner in owners.items():
         yield from _find_in(place, owner)
+    yield from _find_in("all modules", torch_module)
 
 
 def _list_objects(model: Any) -> dict[str, Any]:
