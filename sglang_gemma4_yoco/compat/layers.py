@@ -55,6 +55,11 @@ def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool
 def start_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
     """Begin the batch's residual stream with ``hidden_states``."""
     residual_batch.start(forward_batch)
+    write_residual(forward_batch, hidden_states)
+
+
+def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
+    """Put ``hidden_states`` into the batch's residual stream."""
     residual_batch.set_written(hidden_states, forward_batch)
 
 

@@ -67,7 +67,7 @@ def _yoco_truncate_to_last_tokens(
         stack.enter_context(rewrite_batch(forward_batch, fields))
         compat.attention.plan_tail(main, forward_batch)
         if forward_batch.residual_stream is not None:
-            compat.layers.residual_batch.set_written(rows, forward_batch)
+            compat.layers.write_residual(forward_batch, rows)
         return rows, row_positions, row_inputs, tail.index, stack.pop_all().close
 
 

@@ -32,7 +32,7 @@ def test_a_server_of_an_untested_release(
 ) -> None:
     changes = {f"{LAST}{compat.release.LAST_TESTED}": f"{LAST}0.5.0"}
     path = changed_package(tmp_path / "path", "compat/release.py", changes)
-    env = CAPTURED_GRAPHS | {"PYTHONPATH": path, UNTESTED: setting}
+    env = {**CAPTURED_GRAPHS, "PYTHONPATH": path, UNTESTED: setting}
     how = {"arguments": CAPTURED_ARGUMENTS, "env": env}
     with running(tiny_checkpoint, tmp_path, switch=None, **how) as server:
         mark = server.mark()

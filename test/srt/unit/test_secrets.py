@@ -185,7 +185,7 @@ def test_flags_that_are_shown_have_no_secrets() -> None:
     skip_on_older("ServerArgs", redact.SHOWN - known.keys())
     names = {"--model-path", "--model", "--device", "--speculative-algorithm"}
     for flag in redact.SHOWN:
-        action = known[flag]
+        action: Any = known[flag]
         assert action.nargs is None, flag
         if flag not in names and action.choices is None:
             with pytest.raises((ValueError, ArgumentTypeError)):
