@@ -42,14 +42,13 @@ def is_plain_linear(projection: Any) -> bool:
     )
 
 
-def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool:
-    """Whether ``hidden_states`` is the whole residual: no update is pending."""
+def get_written_residual(forward_batch: Any) -> torch.Tensor | None:
+    """Return the residual [T, hidden] in a layer of this batch; None while an update is pending."""
     stream = forward_batch.residual_stream
-    if stream is None:
-        return True
-    if stream.pending is not None:
-        return False
-    return stream.residual is None or stream.residual is hidden_states
+    if stream is None or stream.pending is not None:
+        return None
+    residual: torch.Tensor | None = stream.residual
+    return residual
 
 
 def start_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
     embed = partial(text_inputs.embed_text, state.model, runner.model.config)
     forward = compat.captured_prefills.take_ids(state.model.forward, embed)
     with (
-        graph_exits.note_exit_points(state.tail_layers[0]),
+        graph_exits.note_exit_points(state.tail_layers[0].self_attn.attn),
         compat.captured_prefills.index_shared_layers(),
         replaced(state.model, forward=forward),
     ):

@@ -46,29 +46,26 @@ class ExitPoint:
 
 
 @contextmanager
-def note_exit_points(layer: Any) -> Iterator[None]:
-    """Note the exit point, at ``layer``'s attention, of each graph that is captured meanwhile."""
-    attention = layer.self_attn.attn
-    run, attend = layer.forward, attention.forward
-    heads = (-1, attention.tp_k_head_num, attention.head_dim)
+def note_exit_points(attention: Any) -> Iterator[None]:
+    """Note the exit point of each graph that is captured in the ``with`` block.
 
-    def noted(graph: Any, rows: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-        segments, rows, keys, values = compat.captured_prefills.note_next_break(graph, rows, k, v)
-        point = ExitPoint(segments, rows, keys.view(heads), values.view(heads))
-        setattr(graph, _POINT_ENTRY, point)
-        return attend(q, k, v, *args, **kwargs)
+    Args:
+        attention: the ``RadixAttention`` of layer S-1.
+    """
+    attend = attention.forward
 
-    def forward(
-        positions: Any, hidden_states: Any, per_layer_input: Any, forward_batch: Any, **kwargs: Any
-    ) -> Any:
-        run_layer = partial(run, positions, hidden_states, per_layer_input, forward_batch, **kwargs)
+    def noting(q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         graph = compat.captured_prefills.get_graph_being_captured()
-        if graph is None or not compat.layers.residual_is_written(forward_batch, hidden_states):
-            return run_layer()
-        with replaced(attention, forward=partial(noted, graph, hidden_states)):
-            return run_layer()
+        rows = compat.layers.get_written_residual(forward_batch)
+        if graph is not None and rows is not None:
+            heads = (-1, attention.tp_k_head_num, attention.head_dim)
+            point = compat.captured_prefills.note_next_break(
+                graph, rows, k.view(heads), v.view(heads)
+            )
+            setattr(graph, _POINT_ENTRY, ExitPoint(*point))
+        return attend(q, k, v, forward_batch, *args, **kwargs)
 
-    with replaced(layer, forward=forward):
+    with replaced(attention, forward=noting):
         yield
 
 

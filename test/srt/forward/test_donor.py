@@ -233,17 +233,14 @@ def test_rows_that_a_stream_has_written_are_the_residual() -> None:
     from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
     from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 
-    def is_written(stream: Any, rows: torch.Tensor) -> bool:
-        return compat.layers.residual_is_written(SimpleNamespace(residual_stream=stream), rows)
+    def written(stream: Any) -> Any:
+        return compat.layers.get_written_residual(SimpleNamespace(residual_stream=stream))
 
     rows, residual, stream = torch.ones(3, 4), torch.ones(3, 4), ResidualStream()
-    assert is_written(None, rows)
-    assert is_written(stream, rows)  # nothing but the embeddings
+    assert written(None) is None
     stream.write(rows)
-    assert is_written(stream, rows)
-    assert not is_written(stream, rows.clone())
-    given, owed = ResidualStream.from_handoff(rows, residual, PLAIN_ADD)
-    assert not is_written(owed, given)
-    assert not is_written(owed, residual)
+    assert written(stream) is rows
+    _, owed = ResidualStream.from_handoff(rows, residual, PLAIN_ADD)
+    assert written(owed) is None
     owed.write(residual)
-    assert is_written(owed, residual)
+    assert written(owed) is residual

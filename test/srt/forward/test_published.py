@@ -64,10 +64,9 @@ def test_the_published_helper_has_the_residual_of_the_kept_rows(
     rows, *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
         hidden, planned.positions, None, planned
     )
-    assert compat.layers.residual_is_written(planned, rows)
-    assert not compat.layers.residual_is_written(planned, hidden)
+    assert compat.layers.get_written_residual(planned) is rows
     restore()
-    assert compat.layers.residual_is_written(planned, hidden)
+    assert compat.layers.get_written_residual(planned) is hidden
 
 
 @pytest.mark.parametrize(
