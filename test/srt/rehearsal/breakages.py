@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
-from sglang.kernels.ops.layernorm import gemma4_fused_ops
-
 from harness.forwards import state_of
-from rehearsal import device, kernels, serving
+from rehearsal import device, serving
 from rehearsal.device import Answer
 from rehearsal.serving import CAPTURED, EAGER, STOCK
 from sglang_gemma4_reference.engine import Engine
@@ -32,8 +30,6 @@ SERVED = {
     "log-probabilities": CAPTURED,
     "chunk": CAPTURED,
 }
-#: Kernels of K and V, which are compiled at start.
-NORMS = "_gemma_qkv_rmsnorm_kernel"
 
 
 @contextmanager
@@ -87,10 +83,4 @@ def break_each(engine: Engine) -> Answer:
         with _broken(breakage):
             found[breakage["name"]] = _look(engine, costs, captures=breakage["captures"])
     found["after them"] = _look(engine, costs, captures=True)
-    getattr(gemma4_fused_ops, NORMS).device_caches.clear()
-    for compiled in list(kernels.compiled):
-        if compiled.startswith(NORMS):
-            del kernels.compiled[compiled]
-    serving.serve_all(engine, [STOCK], SERVED)
-    found["the kernels of K and V are not compiled at start"] = _look(engine, costs)
     return found

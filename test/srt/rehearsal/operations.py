@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from rehearsal import device
 from sglang_gemma4_reference.host_reads import INDEXING, READING_OPERATIONS
@@ -71,10 +71,6 @@ def on_cpu(value: Any) -> Any:
         bytes_of_it = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         made = torch.empty(0, dtype=value.dtype)
         return made.set_(bytes_of_it, value.storage_offset(), value.size(), value.stride())
-
-
-def _to_device(value: Any) -> Any:
-    return value.to("cuda") if isinstance(value, Tensor) else value
 
 
 @functools.cache
@@ -223,7 +219,7 @@ class Computed(TorchDispatchMode):
         arguments, keywords = tree_map(on_cpu, (args, kwargs))
         result = func(*arguments, **keywords)
         with self._computing():
-            return tree_map(_to_device, result)
+            return tree_map_only(Tensor, lambda tensor: tensor.to("cuda"), result)
 
     def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         found: list[Tensor | None] = []
