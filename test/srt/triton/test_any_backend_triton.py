@@ -69,7 +69,7 @@ def started(checkpoint: Path, name: str, **arguments: Any) -> Engine:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=pytest.mark.release * (name in ("pages of 1", "pages of 16")))
+        pytest.param(name, marks=[pytest.mark.release] * (name in ("pages of 1", "pages of 16")))
         for name in SERVERS
     ],
 )
