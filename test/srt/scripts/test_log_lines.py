@@ -125,7 +125,8 @@ def test_a_reason_that_nobody_gives_is_missed() -> None:
     ],
 )
 def test_outcomes_that_are_explained_are_counted(page: str, after: str) -> None:
-    counted = {metrics.SERVER_UNSUPPORTED, counters.FAILED, counters.UNSEEN, *counters.CUT}
+    counted = {metrics.SERVER_UNSUPPORTED, metrics.UNTESTED_RELEASE}
+    counted |= {counters.FAILED, counters.UNSEEN, *counters.CUT}
     for value in vars(eligibility).values():
         if isinstance(value, str):
             counted.add(metrics.make_label(value))
