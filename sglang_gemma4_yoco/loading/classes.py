@@ -49,8 +49,9 @@ NO_ROWS = {
 }
 #: The ends of the names under which modules, and torch for all of them, have hooks by numbers.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-#: The attributes in which methods, properties, partials, kernels and wrappers have a function.
-WRAPPED = ("__func__", "__wrapped__", "fget", "func", "fn")
+#: The attributes in which methods, properties, partials, kernels and wrappers have a function; the
+#: last two are torch's, for operators and scripts.
+WRAPPED = ("__func__", "__wrapped__", "fget", "func", "fn", "_init_fn", "_torchdynamo_inline")
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry"
 #: Packages whose code is known: SGLang, what the modules above import, and this one. The standard
 #: library's as well, but for its mocks, which hide what they call.

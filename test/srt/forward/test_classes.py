@@ -56,6 +56,11 @@ def seen(*_: Any, **__: Any) -> None:
     """Their hook that changes nothing."""
 
 
+def copied(rows: torch.Tensor) -> torch.Tensor:
+    """Their function of rows."""
+    return rows.clone()
+
+
 class Callback:
     """Their object, which can be called."""
 
@@ -167,6 +172,20 @@ CASES: dict[str, tuple[Foreign, str]] = {
     "a kernel": (
         lambda _: assigned(triton_backend, "get_num_kv_splits_triton", lambda _: triton.jit(seen)),
         "sglang.srt.layers.attention.triton_backend.get_num_kv_splits_triton runs test_classes.",
+    ),
+    "an operator": (
+        lambda _: assigned(
+            gemma4_mm,
+            "general_mm_embed_routine",
+            lambda _: torch.library.custom_op("theirs::copied", copied, mutates_args=()),
+        ),
+        "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.copied",
+    ),
+    "a script": (
+        lambda _: assigned(
+            gemma4_mm, "general_mm_embed_routine", lambda _: torch.jit.script(copied)
+        ),
+        "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.copied",
     ),
     "a function": (
         lambda _: assigned(gemma4_mm, "general_mm_embed_routine", wrapped),
