@@ -275,21 +275,6 @@ def assert_closed(engine: Engine) -> None:
     assert all(map(torch.equal, seen.cache, stock.cache))
 
 
-@pytest.mark.parametrize("finishes", [True, False], ids=["prompts", "intermediate chunks"])
-def test_both_kinds_of_prefills_are_checked(engine: Engine, finishes: bool) -> None:
-    """One that is wrong closes the exits, whatever is found of the other."""
-    stock = ExitForward.fast
-
-    def fast(self: ExitForward, plan: Any) -> torch.Tensor:
-        if (plan.runner is not None) is not finishes:
-            return stock(self, plan)
-        with another_exit(larger_values):
-            return stock(self, plan)
-
-    with mock.patch.object(ExitForward, "fast", fast):
-        assert "values of layer 3 at the exit" in reopened(engine)
-
-
 def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
     stock = compat.pools.write_keys_and_values
 

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from harness.batches import BATCHES, batch_of
-from harness.forwards import MARKS_CHUNKS, attention_of
+from harness.forwards import attention_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -37,38 +37,26 @@ def planned(engine: Engine) -> Iterator[Any]:
         yield batch
 
 
-@MARKS_CHUNKS
 def test_the_published_helper_plans_the_tail_of_an_intermediate_chunk(
     engine: Engine, planned: Any
 ) -> None:
-    """The package runs none of it; a caller of the helper gets its attention planned."""
+    """The package runs none of it; a caller gets its attention planned, and the residual's rows."""
     main, plans = attention_of(engine).main, list[list[int]]()
     hidden = torch.randn(len(planned.input_ids), E2B_TINY.hidden_size)
 
     def note(batch: Any) -> None:
         plans.append(list(batch.extend_seq_lens_cpu))
 
+    compat.layers.start_residual(planned, hidden)
     with replaced(main, init_forward_metadata=note):
-        *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
+        rows, *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
             hidden, planned.positions, None, planned
         )
+        assert compat.layers.residual_is_written(planned, rows)
+        assert not compat.layers.residual_is_written(planned, hidden)
         restore()
-    assert plans == [[1], [len(hidden)]]
-
-
-@pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
-def test_the_published_helper_has_the_residual_of_the_kept_rows(
-    engine: Engine, planned: Any
-) -> None:
-    hidden = torch.randn(len(planned.input_ids), E2B_TINY.hidden_size)
-    compat.layers.start_residual(planned, hidden)
-    rows, *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
-        hidden, planned.positions, None, planned
-    )
-    assert compat.layers.residual_is_written(planned, rows)
-    assert not compat.layers.residual_is_written(planned, hidden)
-    restore()
     assert compat.layers.residual_is_written(planned, hidden)
+    assert plans == [[1], [len(hidden)]]
 
 
 @pytest.mark.parametrize(
