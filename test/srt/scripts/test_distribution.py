@@ -118,7 +118,7 @@ def test_installed_where_nothing_else_is(
     said = run(python, "-I", "-c", LOADED, VERSION[1])
     assert "is NOT installed, the server runs unpatched: " in said
     for command in ("doctor", "verify --model-path x", "status http://localhost:1"):
-        words = [python, "-m", NAME, *command.split()]
+        words = [str(python), "-m", NAME, *command.split()]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.count("\n") < 2
