@@ -55,9 +55,10 @@ def learn_secrets(flags: Sequence[str]) -> None:
     _secrets.clear()
     for secret in sorted(found, key=len, reverse=True):
         if not _PLAIN.fullmatch(secret):
-            # A word of its own; what Python writes for the end of a line may precede it.
-            word = rf"(?:(?<![\w-])|(?<=\\[nrt])){re.escape(secret)}(?![\w-])"
-            _secrets.append(word)
+            # A word of its own; what Python writes for the end of a line may precede it. What is
+            # before it is looked at last: a pattern that begins with a text is found fast.
+            text = re.escape(secret)
+            _secrets.append(rf"{text}(?:(?<![\w-]{text})|(?<=\\[nrt]{text}))(?![\w-])")
 
 
 def redact(value: Any) -> Any:
