@@ -95,7 +95,7 @@ def drop_captured_prefills(runner: Any) -> None:
 
     Without this package such graphs would serve media as well.
     """
-    if False:
+    if graph_exits.get_exits(runner) is not None:
         runner.prefill_cuda_graph_runner = None
 
 
