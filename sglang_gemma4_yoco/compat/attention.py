@@ -85,15 +85,14 @@ def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
     window = find_window(layers)
     if window > 0:
         backend.sliding_window_size = window - 1  # its own key is not among them
-    for name in ("prefill_attention_backend_str", "decode_attention_backend_str"):
-        if name in vars(runner.attn_backend):
-            setattr(backend, name, "triton")
+    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = TAIL_BACKEND
     return backend
 
 
 @cache
-def find_triton_class(kind: type) -> type | None:
-    return next((base for base in kind.__mro__ if base.__name__ == TRITON), None)
+def is_triton(kind: type) -> bool:
+    """Whether a backend of this class is SGLang's own on Triton, or derived from it."""
+    return any(base.__name__ == TRITON for base in kind.__mro__)
 
 
 def _counts_the_window_short(backend: Any) -> bool:
@@ -104,7 +103,7 @@ def _counts_the_window_short(backend: Any) -> bool:
     W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
     """
     windowed = (getattr(backend, "sliding_window_size", None) or 0) > 0
-    return windowed and find_triton_class(backend.__class__) is not None
+    return windowed and is_triton(backend.__class__)
 
 
 def plan_tail(backend: Any, forward_batch: Any) -> None:
