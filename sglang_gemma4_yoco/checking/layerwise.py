@@ -170,8 +170,9 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
         replaced(model, project_per_layer_inputs=projecting),
         call_before_layers(state, range(first, state.cut_layer + 1), keep_all),
         _visit_steps(state, keep),
-        model.norm.register_forward_hook(keep_final),
+        ExitStack() as stack,  # which removes the hook whatever fails on the way out
     ):
+        stack.enter_context(model.norm.register_forward_hook(keep_final))
         yield
 
 
@@ -315,8 +316,8 @@ def _compare_captured(
 
 def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:
     """K and V of layer S-1 of the batch's new tokens."""
-    layer = state.tail_layers[0].self_attn.attn.layer_id
-    return compat.pools.get_cached_tokens(plan.attention.tail, layer, plan.batch.out_cache_loc)
+    tail, slots = plan.attention.tail, plan.batch.out_cache_loc
+    return compat.pools.get_cached_tokens(tail, state.cut_layer, slots)
 
 
 @contextmanager

@@ -187,17 +187,18 @@ class BothPaths:
             found.extend(compared)
             return rows
 
-        def run(input_ids: Any, positions: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:  # noqa: ARG001 - by name
+        # SGLang calls it with these by place or by name.
+        def run(input_ids: Any, positions: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:  # noqa: ARG001
             return serve_forward(state, forward_batch, forward)
 
         with replaced(forward, fast=fast), replaced(state.model, forward=run):
             seen, before = self._cut(starts, self._before_cut, finishes=finishes)
         found += before
-        if state.captured is None:
-            if finishes:
-                found.append(layerwise.compare_logits(self._logits, seen.logits, rows=at_cut))
-        elif seen.outcome != counters.TAIL_CAPTURED:  # which is not given stock's steps
+        replays = state.captured is not None
+        if replays and seen.outcome != counters.TAIL_CAPTURED:
             raise NotComparableError(NOT_REPLAYED)
+        if finishes and not replays:  # a captured tail is not given stock's steps
+            found.append(layerwise.compare_logits(self._logits, seen.logits, rows=at_cut))
         return found
 
     def _as_served(self) -> list[Difference]:

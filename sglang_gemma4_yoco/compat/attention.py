@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -119,18 +119,11 @@ def plan_tail(backend: Any, forward_batch: Any) -> None:
         backend.init_forward_metadata(forward_batch)
 
 
-@contextmanager
-def widen_window(backend: Any) -> Iterator[None]:
+def widen_window(backend: Any) -> AbstractContextManager[None]:
     """Let a decode step that is planned here see in its window what an extend row sees."""
     if not _counts_the_window_short(backend):
-        yield
-        return
-    window = backend.sliding_window_size
-    backend.sliding_window_size = window + 1
-    try:
-        yield
-    finally:
-        backend.sliding_window_size = window
+        return nullcontext()
+    return replaced(backend, sliding_window_size=backend.sliding_window_size + 1)
 
 
 @contextmanager

@@ -121,9 +121,9 @@ class PerLayerInputs:
 
     def are_complete(self) -> bool:
         """Whether the model has requested them, and has given what a captured tail needs."""
-        if self._embeds is None or self.buffers is None:
-            return self._embeds is not None
-        return (self._embedded is None) == (self.buffers.embedded is None)
+        if self._embeds is None:
+            return False
+        return self.buffers is None or (self._embedded is None) == (self.buffers.embedded is None)
 
     def get_kept(self) -> torch.Tensor | None:
         """The tail's per-layer inputs, [B, L - cut, width]; None without any."""

@@ -56,9 +56,6 @@ class TailBackend:
         self, forward_batch: Any, fields: Mapping[str, object], metadata: Any
     ) -> Iterator[None]:
         """Make ``tail`` the current backend with this metadata; the batch has the tail's fields."""
-        self.tail.forward_metadata = metadata
-        try:
-            with rewrite_batch(forward_batch, fields), compat.attention.use_backend(self.tail):
-                yield
-        finally:
-            self.tail.forward_metadata = None
+        planned = replaced(self.tail, forward_metadata=metadata)
+        with planned, rewrite_batch(forward_batch, fields), compat.attention.use_backend(self.tail):
+            yield
