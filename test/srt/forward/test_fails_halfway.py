@@ -71,7 +71,7 @@ GRAPH_REPLAYED = "RecordedGraphBackend.replay"  # when this fails the tail is ea
 PHASES = {
     "check_graphs": "graphs compared",
     "capture_tail": "capture",
-    "_check_start": "check",
+    "check_model": "check",
     "open_exits": "exits opened",
     "set_up": "the rest of the start",
     "Auditor.__call__": "audit",
