@@ -15,7 +15,8 @@ cross-decoder)::
 
     1  SGLang plans the batch's attention. Then core/plan.py decides on the batch. If it is eligible
        (core/eligibility.py), its Plan is stored on it: the kept rows (core/kept_rows.py), the batch
-       as the tail sees it (core/tail_batch.py), and what runs the tail on them (core/tail.py).
+       as the tail sees it (core/tail_batch.py), and what runs the tail on them, on an attention
+       backend of the tail's own (core/tail.py).
     2  SGLang calls the model. core/forward.py takes the plan from the batch.
     3  core/cut.py has the model run layers 0 .. S-2 on all rows, by its own loop.
     4  K and V of layer S-1 are written for all rows.

@@ -20,7 +20,8 @@ EXIT_CAPTURED = "exit_captured"
 EXIT_SKIPPED = "exit_intermediate_chunk"
 FAILED = "failed"
 UNSEEN = "unseen"  # planned to be cut, and its forward did not come by this package
-CUT = frozenset({TAIL_EAGER, TAIL_CAPTURED, TAIL_SKIPPED, EXIT_CAPTURED, EXIT_SKIPPED})
+AT_EXITS = {TAIL_CAPTURED: EXIT_CAPTURED, TAIL_SKIPPED: EXIT_SKIPPED}
+CUT = frozenset({TAIL_EAGER, *AT_EXITS, *AT_EXITS.values()})
 
 #: What holds where so many prefills were unseen, and none was cut.
 NOT_CUT = "set up, but no prefill was cut"

@@ -32,7 +32,7 @@ Breakage = Callable[[ModelState], AbstractContextManager[bool]]
 
 def _is_triton(backend: Any) -> bool:
     kind: type = type(backend)
-    return compat.attention.find_triton_class(kind) is not None
+    return compat.attention.is_triton(kind)
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.core import per_layer
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.core.tail_batch import TailBatch
 from sglang_gemma4_yoco.replaced import replaced
 
 
@@ -119,9 +118,21 @@ class Replay:
         torch.index_select(positions, 0, self.index, out=self.inputs.positions)
         return self.graphs.replay(self.bucket)[: self.index.shape[0]]
 
-    def eager(self, **inputs: torch.Tensor | None) -> torch.Tensor:
-        """``TailGraphs.eager`` of the kept rows, after ``run``: [B, hidden], normed."""
-        return self.graphs.eager(self.bucket, self.index.shape[0], **inputs)
+    @torch.no_grad()
+    def eager(self, **others: torch.Tensor | None) -> torch.Tensor:
+        """Run the captured layers eagerly, padding included: [B, hidden], normed.
+
+        Args:
+            others: ``Inputs`` that replace those of the kept rows.
+        """
+        kept, graphs = self.index.shape[0], self.graphs
+        inputs = graphs.inputs[self.bucket].change(torch.clone)
+        inputs.first(kept).fill(**others)
+        batch = inputs.make_decode_step()
+        batch.seq_lens_sum = int(inputs.lengths.sum())
+        attention = graphs.attention
+        with attention.running(batch, {}, attention.plan(batch, {})):
+            return graphs._layers(inputs, batch)[:kept]
 
 
 class TailGraphs:
@@ -135,7 +146,7 @@ class TailGraphs:
         """Allocate the inputs."""
         assert state.attention is not None
         self.state = state
-        self._attention = state.attention
+        self.attention = state.attention
         self._backend = state.attention.tail
         self._decode_steps = compat.decode_graphs.get_captured_steps(runner)
         assert self._decode_steps is not None, "the tail is captured after them"
@@ -187,14 +198,10 @@ class TailGraphs:
             return None
         return min((rows for rows in self._batches if rows >= kept.count), default=None)
 
-    def plan(self, forward_batch: Any, tail: TailBatch, bucket: int) -> Replay:
-        """Plan the tail of this batch for a graph."""
-        inputs = self.inputs[tail.kept.count]
-        self._plan(bucket, inputs, forward_batch)
-        return Replay(self, bucket, inputs, tail.index)
-
-    def _plan(self, bucket: int, inputs: Inputs, live: Any) -> None:
-        rows = inputs.rows.shape[0]
+    def plan(self, live: Any, index: torch.Tensor, bucket: int) -> Replay:
+        """Plan the rows ``index`` [B] of a batch, one of each request, for a graph."""
+        rows = index.shape[0]
+        inputs = self.inputs[rows]
         inputs.fill(requests=live.req_pool_indices, lengths=live.seq_lens)
         if rows < bucket:
             self._inputs.requests[rows:].zero_()
@@ -203,6 +210,7 @@ class TailGraphs:
             self._plan_captured(bucket, live)
         finally:
             self._backend.forward_metadata = None  # a graph reads its buffers alone
+        return Replay(self, bucket, inputs, index)
 
     def _plan_captured(self, bucket: int, live: Any | None = None) -> None:
         """Plan in the buffers that the graph reads; ``live`` is None before the capture."""
@@ -216,27 +224,6 @@ class TailGraphs:
         """Replay a planned graph: [bucket, hidden], normed, which the next replay overwrites."""
         output: torch.Tensor = self._captured.replay(bucket, None)
         return output
-
-    def replayed(self, bucket: int, rows: int) -> torch.Tensor:
-        """Plan for what so many rows of the static inputs hold, and replay: [rows, hidden]."""
-        inputs = self.inputs[rows]
-        self._plan(bucket, inputs, inputs.make_decode_step())
-        return self.replay(bucket)[:rows].clone()
-
-    @torch.no_grad()
-    def eager(self, bucket: int, kept: int, /, **others: torch.Tensor | None) -> torch.Tensor:
-        """Run the captured layers eagerly on the inputs of the last replay: [kept, hidden].
-
-        Args:
-            kept: how many rows are not padding.
-            others: ``Inputs`` that replace those of the kept rows.
-        """
-        inputs = self.inputs[bucket].change(torch.clone)
-        inputs.first(kept).fill(**others)
-        batch = inputs.make_decode_step()
-        batch.seq_lens_sum = int(inputs.lengths.sum())
-        with self._attention.running(batch, {}, self._attention.plan(batch, {})):
-            return self._layers(inputs, batch)[:kept]
 
     def _tail(self, bucket: int) -> torch.Tensor:
         with compat.attention.use_backend(self._backend):

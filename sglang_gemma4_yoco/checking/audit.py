@@ -18,9 +18,8 @@ from sglang_gemma4_yoco.checking import exit_check, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core import ranks
-from sglang_gemma4_yoco.core.plan import Plan, make_eager_tail
+from sglang_gemma4_yoco.core.plan import EagerTail, Plan, make_eager_tail
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.core.tail import EagerTail
 from sglang_gemma4_yoco.core.tail_batch import rewrite_batch
 
 TABLES = "SGLang may rewrite its tables before an audit plans with them"
@@ -89,7 +88,7 @@ class Auditor:
     def _run_again(self, forward: Any, plan: Plan) -> tuple[list[Difference], Any]:
         """What was found of the cut on stock's rows, and what stock gives."""
         stock, found = Stock(plan.tail.index), list[Difference]()
-        with layerwise.watch_stock(self._state, stock):
+        with layerwise.watch_stock(self._state, stock, self._state.cut_layer):
             output = forward.stock()
         stock.keys = layerwise.get_donor_cache(self._state, plan).read()
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):

@@ -13,7 +13,7 @@ A captured tail is compared as a whole with its own layers, run eagerly on the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,9 +28,8 @@ from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
-from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.plan import EagerTail, Plan
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.core.tail import EagerTail
 from sglang_gemma4_yoco.replaced import replaced
 
 _INPUTS = "per-layer inputs before those"
@@ -52,13 +51,10 @@ _ROUNDINGS = {
     _OUTPUT: 1.5,  # four sums of the residual, beside what is added: of three products
     _FINAL: 2.0,  # that of a layer, normed
 }
-_EPS = torch.finfo(torch.float32).eps
 # Values are normed to size 1, so a sum of them is off by some eps of fp32 even where they cancel.
-_OF_VALUES = 4 * _EPS
+_OF_VALUES = 4 * rounding.EPS
 _OF_KEYS = 1.0  # as queries
 _OF_LOGITS = 3.0  # of rows that are off by the last layer's roundings and the norm's
-
-_LAYER = ("positions", "hidden_states", "per_layer_input", "forward_batch")
 
 #: Called with a step, its layer and its rows, which may be overwritten.
 _Visit = Callable[[str, int, torch.Tensor], None]
@@ -70,7 +66,8 @@ class Stock:
 
     Attributes:
         index: [B], the kept rows.
-        kept: [B, ...] by step and layer; the output of the layer before the cut goes into the tail.
+        kept: [B, ...] by step and layer, [B, heads, head_dim] of attention; the output of the layer
+            before the cut goes into the tail.
         layer_inputs: [T, ...] by layer, of layer S-1 and, where they are wanted, of those before
             it.
         positions: [T].
@@ -82,36 +79,30 @@ class Stock:
     kept: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     positions: Any = None
-    embeds: torch.Tensor | None = None
+    embeds: Any = None
     embedded: torch.Tensor | None = None
     keys: KeysAndValues = ()
 
     def of_rows(self, chosen: Any) -> Stock:
         """The same for some of the kept rows, given by their places among them, [n]."""
-        kept = {step: rows[chosen] for step, rows in self.kept.items()}
-        return replace(self, index=self.index[chosen], kept=kept)
-
-
-def name_arguments(
-    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The arguments of a call, by the names of the function's parameters."""
-    return dict(zip(names, args, strict=False)) | kwargs
+        places = torch.as_tensor(chosen, device=self.index.device)
+        kept = {step: rows[places] for step, rows in self.kept.items()}
+        return replace(self, index=self.index[places], kept=kept)
 
 
 @contextmanager
 def call_before_layers(
-    layers: Mapping[int, Any], visit: Callable[[int, dict[str, Any]], None]
+    state: ModelState, numbers: range, visit: Callable[..., None]
 ) -> Iterator[None]:
-    """Have ``visit`` called before each layer, with its number and its arguments."""
+    """Have ``visit`` called before each of these layers, as a hook that gets its number first.
 
-    def hook(number: int, _: Any, args: Any, kwargs: Any) -> None:
-        visit(number, name_arguments(_LAYER, args, kwargs))
-
+    Models call their layers with arguments by name alone.
+    """
     with ExitStack() as stack:
-        for number, layer in layers.items():
-            calling = layer.register_forward_pre_hook(partial(hook, number), with_kwargs=True)
-            stack.enter_context(calling)
+        for number in numbers:
+            hook = partial(visit, number)
+            layer = state.model.layers[number]
+            stack.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
@@ -119,21 +110,24 @@ def call_before_layers(
 def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
     """In the ``with`` block ``visit`` is called with the result of each step of the tail."""
 
-    def attend(number: int, stock: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        visit(_QUERIES, number, q)
+    def attend(
+        number: int, attention: Any, stock: Any, q: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        heads = len(q), attention.tp_q_head_num, -1
+        visit(_QUERIES, number, q.view(heads))
         output: torch.Tensor = stock(q, *args, **kwargs)
-        visit(_ATTENTION, number, output)
-        # K and V are written already.
-        visit(_MEAN, number, stock(torch.zeros_like(q), *args, **kwargs | {"save_kv_cache": False}))
+        visit(_ATTENTION, number, output.view(heads))
+        kwargs["save_kv_cache"] = False  # K and V are written already
+        mean = stock(torch.zeros_like(q), *args, **kwargs)
+        visit(_MEAN, number, mean.view(heads))
         return output
 
-    def run_layer(number: int, stock: Any, *args: Any, **kwargs: Any) -> Any:
-        call = name_arguments(_LAYER, args, kwargs)
+    def run_layer(number: int, _: Any, stock: Any, **call: Any) -> Any:
         if number == state.cut_layer:
             visit(_OUTPUT, number - 1, state.kind.view_rows(call["hidden_states"]))
         if call["per_layer_input"] is not None:
             visit(_INPUT, number, call["per_layer_input"])
-        output = stock(*args, **kwargs)
+        output = stock(**call)
         visit(_OUTPUT, number, state.kind.view_rows(output))
         return output
 
@@ -141,16 +135,16 @@ def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
         for number, layer in enumerate(state.tail_layers, start=state.cut_layer):
             attention = layer.self_attn.attn
             for part, forward in ((layer, run_layer), (attention, attend)):
-                watched = partial(forward, number, part.forward)
+                watched = partial(forward, number, part, part.forward)
                 stack.enter_context(replaced(part, forward=watched))
         yield
 
 
 @contextmanager
-def watch_stock(state: ModelState, stock: Stock, *, before_cut: bool = False) -> Iterator[None]:
+def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
     """Fill ``stock``, except for ``keys``, with what stock's layers compute in the ``with`` block.
 
-    With ``before_cut`` the inputs of the layers before the cut are kept too.
+    Inputs are kept of the layers from ``first`` on up to layer S-1.
     """
     model, project = state.model, state.model.project_per_layer_inputs
 
@@ -165,19 +159,16 @@ def watch_stock(state: ModelState, stock: Stock, *, before_cut: bool = False) ->
             keep(_INPUTS, state.cut_layer, projected[:, : state.cut_layer])
         return projected
 
-    def keep_all(number: int, call: dict[str, Any]) -> None:
+    def keep_all(number: int, _: Any, __: Any, call: dict[str, Any]) -> None:
         stock.layer_inputs[number] = state.kind.view_rows(call["hidden_states"]).clone()
         stock.positions = call["positions"].clone()
 
     def keep_final(_: Any, __: Any, output: Any) -> None:
         keep(_FINAL, len(model.layers) - 1, compat.layers.get_rows(output))
 
-    watched = dict(enumerate(model.layers[: state.cut_layer + 1]))
-    if not before_cut:
-        watched = {state.cut_layer: watched[state.cut_layer]}
     with (
         replaced(model, project_per_layer_inputs=projecting),
-        call_before_layers(watched, keep_all),
+        call_before_layers(state, range(first, state.cut_layer + 1), keep_all),
         _visit_steps(state, keep),
         ExitStack() as stack,  # which removes the hook whatever fails on the way out
     ):
@@ -254,7 +245,7 @@ class _StepComparer:
         """Compare ``found``, the result of a step, and overwrite it with stock's."""
         if (step, layer) == (_OUTPUT, self.state.cut_layer - 1):  # the tail begins
             self.compare_keys_and_values()
-        expected = self.stock.kept[step, layer].reshape(found.shape)
+        expected = self.stock.kept[step, layer]
         self.found.append(self._compare(step, layer, expected, found))
         self.missing.discard((step, layer))
         found.copy_(expected)
@@ -264,17 +255,13 @@ class _StepComparer:
     ) -> Difference:
         size, besides, independent = None, 0.0, None
         given = self.stock.kept.get((_OUTPUT, layer - 1))
-        if step in (_QUERIES, _ATTENTION, _MEAN):
-            attention = self.layers[layer].self_attn.attn
-            heads = len(found) * attention.tp_q_head_num
-            expected = expected.reshape(heads, -1)
-            found = found.reshape(heads, -1)
-            if step != _QUERIES:
-                least = _OF_VALUES / rounding.get_unit(expected)
-                size = rounding.measure_sizes(expected, dim=-1).clamp_min(least)
-            if step == _ATTENTION:
-                besides = self._of_scores(layer, attention)
-                independent = heads  # the weights of the keys are rounded for all channels alike
+        if step in (_ATTENTION, _MEAN):
+            least = _OF_VALUES / rounding.get_unit(expected)
+            size = rounding.measure_sizes(expected, dim=-1).clamp_min(least)
+        if step == _ATTENTION:
+            besides = self._of_scores(layer)
+            # The weights of the keys are rounded for all channels of a head alike.
+            independent = expected[..., 0].numel()
         elif step == _OUTPUT and given is not None:
             # Sums of the residual have the input's size too, scaled as the layer scales its output.
             scale = expected.float().abs().median() / given.float().abs().median().clamp_min(1e-30)
@@ -291,17 +278,17 @@ class _StepComparer:
             independent=independent,
         )
 
-    def _of_scores(self, layer: int, attention: Any) -> float:
+    def _of_scores(self, layer: int) -> float:
         """The relative error of attention's output that the sums of its scores cause.
 
         Scores are sums of head_dim products, in fp32, and Gemma 4 does not scale them: in sharp
         heads scores and their errors are large, and a softmax can double the errors.
         """
         queries = self.stock.kept[_QUERIES, layer]
-        width = attention.qk_head_dim
-        donor = self.layers[attention.layer_id].self_attn
-        norms = queries.float().reshape(-1, width).norm(dim=-1).max()
-        eps = _EPS
+        width = queries.shape[-1]
+        donor = self.layers[self.layers[layer].self_attn.attn.layer_id].self_attn
+        norms = queries.float().norm(dim=-1).max()
+        eps = rounding.EPS
         if queries.is_cuda and queries.dtype == torch.float32:
             eps = rounding.TF32 / math.sqrt(width)
         return float(2 * eps * norms * donor.k_norm.weight.abs().max() * math.sqrt(width))
@@ -313,10 +300,7 @@ def _compare_captured(
     """A captured tail's result against its layers, run eagerly on stock's rows, with padding."""
     stock = steps.stock
     cut_layer = steps.state.cut_layer
-    embeds = stock.embeds
     embedded = stock.embedded
-    if embeds is not None:
-        embeds = embeds[stock.index]
     if embedded is not None:
         embedded = embedded[stock.index, cut_layer:]
     eager = replay.eager(
@@ -324,7 +308,7 @@ def _compare_captured(
         positions=stock.positions[stock.index],
         requests=batch.req_pool_indices,
         lengths=batch.seq_lens,
-        embeds=embeds,
+        embeds=stock.embeds[stock.index],
         embedded=embedded,
     )
     return rounding.compare(tail_graphs.TAIL, eager, rows, tail_graphs.ROUNDINGS)
@@ -332,8 +316,8 @@ def _compare_captured(
 
 def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:
     """K and V of layer S-1 of the batch's new tokens."""
-    layer = state.tail_layers[0].self_attn.attn.layer_id
-    return compat.pools.get_cached_tokens(plan.attention.tail, layer, plan.batch.out_cache_loc)
+    tail, slots = plan.attention.tail, plan.batch.out_cache_loc
+    return compat.pools.get_cached_tokens(tail, state.cut_layer, slots)
 
 
 @contextmanager

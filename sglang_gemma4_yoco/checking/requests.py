@@ -53,10 +53,10 @@ class SyntheticRequests:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
         self._runner = runner
+        new = _list_new_slots(requests)
         self._caches: dict[int, CachedTokens] = {}
-        for layer, pair, slots in _list_caches(runner, state, requests):
-            new = [own[r.cached :] for own, r in zip(slots, requests, strict=True)]
-            self._caches[layer] = CachedTokens(torch.cat(new), *pair)
+        for layer in range(state.cut_layer + 1):
+            self._caches[layer] = compat.pools.get_cached_tokens(runner, layer, new)
         self._before = self._others()
 
     def run(
@@ -73,10 +73,10 @@ class SyntheticRequests:
             finishes: some request's prompt ends here.
             given: ``Run.caches`` of layers that do not run, written to the pool first.
         """
+        before = given or {}
         for layer, cached in self._caches.items():
-            cached.write((0, 0))  # what is not written must not look as if it were
-            if given and layer in given:
-                cached.write(given[layer])
+            # What is not written must not look as if it were.
+            cached.write(before.get(layer, (0, 0)))
         batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
         with counters.count_apart() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
@@ -130,10 +130,11 @@ def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[Syntheti
         raise NotComparableError(NO_ROOM)
     table, end = runner.req_to_token_pool.req_to_token, _find_end(requests)
     mapping = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
-    places = [cache[:end] for _, pair, _ in _list_caches(runner, state, requests) for cache in pair]
+    places = [table[r.row, : len(r.slots)] for r in requests]
+    for layer in range(state.cut_layer + 1):
+        places += [cache[:end] for cache in runner.token_to_kv_pool.get_kv_buffer(layer)]
     if mapping is not None:
         places.append(mapping[:end])
-    places += [table[r.row, : len(r.slots)] for r in requests]
     each = replaced(settings, current=replace(settings.current, min_skipped_rows=1))
     seen_by_none = replaced(state, planned_rows=None)  # a plan may be left by one that fails
     # SGLang's scheduler would take it for the event of a batch that it has launched.
@@ -170,7 +171,8 @@ def _choose_lengths(window: int, page: int) -> list[tuple[int, int]]:
 def _fit_requests(runner: Any, state: ModelState, window: int) -> list[Request]:
     """Those that fit into the pools; the pages of each are shuffled, in each pool otherwise."""
     page, table = runner.token_to_kv_pool_allocator.page_size, runner.req_to_token_pool.req_to_token
-    pages = min(len(keys) for _, (keys, _), _ in _list_caches(runner, state, ())) // page
+    pool = runner.token_to_kv_pool
+    pages = min(len(pool.get_key_buffer(n)) for n in range(state.cut_layer + 1)) // page
     vocabulary, draw = state.model.config.vocab_size, torch.Generator().manual_seed(0)
     requests, first_page = list[Request](), 1  # the first one is reserved
     for cached, new in _choose_lengths(window, page):
@@ -189,19 +191,6 @@ def _fit_requests(runner: Any, state: ModelState, window: int) -> list[Request]:
     return requests
 
 
-def _list_caches(
-    runner: Any, state: ModelState, requests: Sequence[Request]
-) -> Iterator[tuple[int, KeysAndValues, list[torch.Tensor]]]:
-    """Of layers 0 to S-1 the number, K and V, and the slots of each request in them."""
-    pool = runner.token_to_kv_pool
-    for layer in state.model.layers[: state.cut_layer + 1]:
-        number = layer.self_attn.attn.layer_id
-        slots = [r.slots for r in requests]
-        if compat.pools.is_in_window_pool(pool, number):
-            slots = [r.window_slots for r in requests]
-        yield number, pool.get_kv_buffer(number), slots
-
-
 def _find_end(requests: Sequence[Request]) -> int:
     return 1 + max(int(slots.max()) for r in requests for slots in (r.slots, r.window_slots))
 
@@ -213,17 +202,19 @@ def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], wi
     outside, are as large as all others together: bf16's rounding would hide one of 512 equal ones.
     """
     generator, end = torch.Generator(runner.device).manual_seed(0), _find_end(requests)
-    caches = _list_caches(runner, state, requests)
-    for layer, (_, (keys, values), slots) in zip(state.model.layers, caches, strict=False):
+    for number in range(state.cut_layer + 1):
+        keys, values = runner.token_to_kv_pool.get_kv_buffer(number)
         values[:end].normal_(generator=generator)
         # Gemma 4 scales no scores: its weights keep keys small.
-        keys[:end].normal_(generator=generator).mul_(layer.self_attn.k_norm.weight)
+        keys[:end].normal_(generator=generator).mul_(
+            state.model.layers[number].self_attn.k_norm.weight
+        )
         most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
-        for request, own in zip(requests, slots, strict=True):
-            inside = len(own) - window
-            for token in (inside - 1, inside):
-                if 0 <= token < request.cached:
-                    values[own[token]] *= min(window, most)
+        for request in requests:
+            inside = len(request.slots) - window
+            edge = [token for token in (inside - 1, inside) if 0 <= token < request.cached]
+            own = compat.pools.get_cached_tokens(runner, number, request.slots[edge])
+            values[own.slots] *= min(window, most)
 
 
 def make_prefill_batch(
@@ -245,54 +236,50 @@ def make_prefill_batch(
         **_list_rows(requests),
     )
     batch.extend_logprob_start_lens_cpu = list(starts or batch.extend_seq_lens_cpu)
-    total = batch.extend_num_tokens
-    for name, value in {
-        "contains_last_prefill_chunk": finishes,
-        "req_pool_indices_cpu": batch.req_pool_indices.to("cpu", copy=True),
-        # How a captured prefill separates rows from padding.
-        "global_num_token_non_padded_cpu": total,
-    }.items():
-        if hasattr(batch, name):
-            setattr(batch, name, value)
+    if hasattr(batch, "contains_last_prefill_chunk"):  # SGLang 0.5.23
+        batch.contains_last_prefill_chunk = finishes
     if starts is not None:
-        _want_logprobs(batch, requests, starts)
+        batch.top_logprobs_nums = [0] * size
+        batch.token_ids_logprobs = [None] * size
+        # The tokens whose logprobs are returned; no one reads these.
+        wanted = [r.ids[start:] for r, start in zip(requests, starts, strict=True)]
+        batch.extend_input_logprob_token_ids_gpu = torch.cat(wanted)
     translator = runner.kv_index_translator
     translator.own_plan(batch).bind(batch, translator)
     return batch
 
 
-def _want_logprobs(batch: Any, requests: Sequence[Request], starts: Sequence[int]) -> None:
-    """Have the batch want those of its inputs, from these new tokens on."""
-    batch.top_logprobs_nums = [0] * len(requests)
-    batch.token_ids_logprobs = [None] * len(requests)
-    wanted = []  # the token after each one from the start on; 0 after the last
-    for r, start in zip(requests, starts, strict=True):
-        wanted.append(torch.cat([r.ids[1:], r.ids.new_zeros(1)])[start:])
-    batch.extend_input_logprob_token_ids_gpu = torch.cat(wanted)
+def _list_new_slots(requests: Sequence[Request]) -> torch.Tensor:
+    """[T], in the full pool."""
+    return torch.cat([r.slots[r.cached :] for r in requests])
 
 
 def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
     """The fields of a batch that say which rows these requests have."""
     prefixes = [r.cached for r in requests]
     lens = [len(r.ids) for r in requests]
-    slots, positions = list[torch.Tensor](), list[torch.Tensor]()
+    positions = []
     for r in requests:
-        slots.append(r.slots[r.cached :])
         positions.append(torch.arange(r.cached, len(r.slots), device=r.ids.device))
     input_ids = torch.cat([r.ids for r in requests])
     on_device = input_ids.new_tensor
     cached, new = on_device(prefixes), on_device(lens)
     lengths, first_rows = cached + new, new.cumsum(0) - new
+    rows = on_device([r.row for r in requests])
+    total = len(input_ids)
     return {
         "input_ids": input_ids,
-        "req_pool_indices": on_device([r.row for r in requests]),
+        "req_pool_indices": rows,
+        "req_pool_indices_cpu": rows.to("cpu", copy=True),
         "seq_lens": lengths,
         "seq_lens_cpu": lengths.to("cpu", copy=True),
         "orig_seq_lens": lengths.int(),
         "seq_lens_sum": sum(prefixes) + sum(lens),
-        "out_cache_loc": torch.cat(slots),
+        "out_cache_loc": _list_new_slots(requests),
         "positions": torch.cat(positions),
-        "extend_num_tokens": len(input_ids),
+        "extend_num_tokens": total,
+        # How a captured prefill separates rows from padding.
+        "global_num_token_non_padded_cpu": total,
         "extend_seq_lens": new.int(),
         "extend_prefix_lens": cached.int(),
         "extend_start_loc": first_rows.int(),

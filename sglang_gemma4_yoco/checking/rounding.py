@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+EPS = torch.finfo(torch.float32).eps
 # Sums are in fp32 whatever the type: one of 4096 numbers is off by about sqrt(4096) = 64 eps.
-_OF_SUMS = 64 * torch.finfo(torch.float32).eps
+_OF_SUMS = 64 * EPS
 TF32 = 2.0**-10  # to which Triton's products round fp32 on a GPU
 # Bound of one row, in bounds of all rows: it has few numbers, so the error of one weighs more.
 _ONE_ROW = 6.0

@@ -130,7 +130,7 @@ class BothPaths:
         self._starts[0] = 2
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
         as_stock = replaced(state, unsupported="it is being compared")
-        with layerwise.watch_stock(state, stock, before_cut=True), as_stock:
+        with layerwise.watch_stock(state, stock, first=0), as_stock:
             run = synthetic.run(self._starts)
         if not stock.layer_inputs:
             raise NotComparableError(NOT_SEEN)
@@ -157,7 +157,7 @@ class BothPaths:
             found += self._on_stocks_rows(suffixes, self._starts)
             found += self._on_stocks_rows(last, finishes=False)
         if captured is not None and captured.bucket_for(last) is not None:
-            found += self._on_stocks_rows(last, outcome=counters.TAIL_CAPTURED)
+            found += self._on_stocks_rows(last)
         found += self._as_served()
         if self._requests.others_changed():
             found.append(rounding.make_defect(OTHERS_SLOTS))
@@ -176,44 +176,39 @@ class BothPaths:
         starts: Sequence[int] | None = None,
         *,
         finishes: bool = True,
-        outcome: str | None = None,
     ) -> list[Difference]:
-        """Run the cut on stock's rows, and compare."""
+        """Run the cut on stock's rows, and compare; by the captured tail, if there is one."""
         state, stock, found = self._state, self._stock.of_rows(kept.indices), list[Difference]()
-        forward = EagerForward(
-            state, stock.positions, None, stock.layer_inputs[state.cut_layer].clone
-        )
+        at_cut = stock.layer_inputs[state.cut_layer]
+        forward = EagerForward(state, stock.positions, None, at_cut.clone)
 
         def fast(plan: Plan) -> torch.Tensor:
             rows, compared = layerwise.run_on_stocks_rows(state, plan, stock)
             found.extend(compared)
             return rows
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            names = ("input_ids", "positions", "forward_batch")
-            call = layerwise.name_arguments(names, args, kwargs)
-            return serve_forward(state, call["forward_batch"], forward)
+        # SGLang calls it with these by place or by name.
+        def run(input_ids: Any, positions: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:  # noqa: ARG001
+            return serve_forward(state, forward_batch, forward)
 
         with replaced(forward, fast=fast), replaced(state.model, forward=run):
             seen, before = self._cut(starts, self._before_cut, finishes=finishes)
-        if outcome not in (None, seen.outcome):
-            raise NotComparableError(NOT_REPLAYED)
         found += before
-        if finishes and outcome is None:  # a captured tail is not given stock's steps
-            rows = stock.layer_inputs[state.cut_layer]
-            found.append(layerwise.compare_logits(self._logits, seen.logits, rows=rows))
+        replays = state.captured is not None
+        if replays and seen.outcome != counters.TAIL_CAPTURED:
+            raise NotComparableError(NOT_REPLAYED)
+        if finishes and not replays:  # a captured tail is not given stock's steps
+            found.append(layerwise.compare_logits(self._logits, seen.logits, rows=at_cut))
         return found
 
     def _as_served(self) -> list[Difference]:
         """Run a whole forward, with stock's rows before the cut."""
-        layers = dict(enumerate(self._state.model.layers[: self._state.cut_layer]))
+        state, given = self._state, self._stock.layer_inputs
 
-        def force(number: int, call: dict[str, Any]) -> None:
-            self._state.kind.view_rows(call["hidden_states"]).copy_(
-                self._stock.layer_inputs[number]
-            )
+        def force(number: int, _: Any, __: Any, call: dict[str, Any]) -> None:
+            state.kind.view_rows(call["hidden_states"]).copy_(given[number])
 
-        with layerwise.call_before_layers(layers, force):
+        with layerwise.call_before_layers(state, range(state.cut_layer), force):
             seen, found = self._cut(None)
         if not seen.logits.isfinite().all():
             found.append(rounding.make_defect(NO_NUMBERS))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -85,15 +85,14 @@ def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
     window = find_window(layers)
     if window > 0:
         backend.sliding_window_size = window - 1  # its own key is not among them
-    for name in ("prefill_attention_backend_str", "decode_attention_backend_str"):
-        if name in vars(runner.attn_backend):
-            setattr(backend, name, "triton")
+    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = TAIL_BACKEND
     return backend
 
 
 @cache
-def find_triton_class(kind: type) -> type | None:
-    return next((base for base in kind.__mro__ if base.__name__ == TRITON), None)
+def is_triton(kind: type) -> bool:
+    """Whether a backend of this class is SGLang's own on Triton, or derived from it."""
+    return any(base.__name__ == TRITON for base in kind.__mro__)
 
 
 def _counts_the_window_short(backend: Any) -> bool:
@@ -104,7 +103,7 @@ def _counts_the_window_short(backend: Any) -> bool:
     W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
     """
     windowed = (getattr(backend, "sliding_window_size", None) or 0) > 0
-    return windowed and find_triton_class(backend.__class__) is not None
+    return windowed and is_triton(backend.__class__)
 
 
 def plan_tail(backend: Any, forward_batch: Any) -> None:
@@ -120,18 +119,11 @@ def plan_tail(backend: Any, forward_batch: Any) -> None:
         backend.init_forward_metadata(forward_batch)
 
 
-@contextmanager
-def widen_window(backend: Any) -> Iterator[None]:
+def widen_window(backend: Any) -> AbstractContextManager[None]:
     """Let a decode step that is planned here see in its window what an extend row sees."""
     if not _counts_the_window_short(backend):
-        yield
-        return
-    window = backend.sliding_window_size
-    backend.sliding_window_size = window + 1
-    try:
-        yield
-    finally:
-        backend.sliding_window_size = window
+        return nullcontext()
+    return replaced(backend, sliding_window_size=backend.sliding_window_size + 1)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool as MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SWAKVPool
 
-from sglang_gemma4_yoco.compat.attention import find_triton_class, frees_tables_early, list_parts
+from sglang_gemma4_yoco.compat.attention import frees_tables_early, is_triton, list_parts
 
 #: Of some tokens, each [tokens, kv_heads, head_dim].
 KeysAndValues = tuple[torch.Tensor, ...]
@@ -45,7 +45,7 @@ def write_keys_and_values(
         main = list_parts(main)[0]  # the one for prefills
         # Triton's plan has them. So has that of a backend after whose planning the scheduler may
         # rewrite the table that they would be looked up in.
-        if find_triton_class(main.__class__) is not None or frees_tables_early(main):
+        if is_triton(main.__class__) or frees_tables_early(main):
             window_slots = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         if window_slots is None:
             window_slots = pool.translate_loc_from_full_to_swa(slots)
@@ -75,9 +75,12 @@ class CachedTokens:
         self.keys[self.slots], self.values[self.slots] = both
 
 
-def get_cached_tokens(backend: Any, layer: int, slots: torch.Tensor) -> CachedTokens:
-    """K and V of a layer, by its number in the model, at these slots of the full pool."""
-    pool = backend.token_to_kv_pool
+def get_cached_tokens(owner: Any, layer: int, slots: torch.Tensor) -> CachedTokens:
+    """K and V of a layer, by its number in the model, at these slots of the full pool.
+
+    The pools are those of ``owner``, a runner or an attention backend.
+    """
+    pool = owner.token_to_kv_pool
     if is_in_window_pool(pool, layer):
         slots = pool.translate_loc_from_full_to_swa(slots)
     return CachedTokens(slots, *pool.get_kv_buffer(layer))

@@ -75,9 +75,6 @@ class Buffers(NamedTuple):
 class PerLayerInputs:
     """The inputs of one forward. ``project`` replaces the model's ``project_per_layer_inputs``.
 
-    If they can be split, the model's loop gets this object instead of a [T, L, width] tensor, and
-    indexes it as ``inputs[:, layer, :]`` for the layers before the cut.
-
     Attributes:
         cut: the first layer that reads kept rows only.
         index: [B], the kept rows.
@@ -93,17 +90,21 @@ class PerLayerInputs:
     _projected: torch.Tensor | None = None
     _embeds: Any = None
     _embedded: torch.Tensor | None = None
-    _requested: bool = False
 
-    def project(self, embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
+    def project(
+        self, embeds: torch.Tensor, embedded: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Project those of the layers before the cut; keep what the tail's projection needs.
 
         Args:
             embeds: [T, hidden], the input embeddings.
             embedded: [T, L, width], the per-layer embeddings, or None.
+
+        Returns:
+            [T, cut, width], or [T, L, width] if they cannot be split; None without any.
         """
-        self._requested = True
         if not self.split:
+            self._embeds = embeds
             self._projected = type(self.model).project_per_layer_inputs(
                 self.model, embeds, embedded
             )
@@ -113,21 +114,16 @@ class PerLayerInputs:
         if embedded is not None:
             before_cut = embedded[:, :cut]
             self._embedded = torch.index_select(embedded[:, cut:], 0, self.index, out=into[1])
-        self._projected = project_layers(self.model, embeds, before_cut, 0, cut)
         # A copy made now: the embeddings are layer 0's residual, which its fused add-norm
         # overwrites.
         self._embeds = torch.index_select(embeds, 0, self.index, out=into[0])
-        return self
-
-    def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor:
-        assert self._projected is not None
-        return self._projected[key]
+        return project_layers(self.model, embeds, before_cut, 0, cut)
 
     def are_complete(self) -> bool:
         """Whether the model has requested them, and has given what a captured tail needs."""
-        if self.buffers is None:
-            return self._requested
-        return self._requested and (self._embedded is None) == (self.buffers.embedded is None)
+        if self._embeds is None:
+            return False
+        return self.buffers is None or (self._embedded is None) == (self.buffers.embedded is None)
 
     def get_kept(self) -> torch.Tensor | None:
         """The tail's per-layer inputs, [B, L - cut, width]; None without any."""

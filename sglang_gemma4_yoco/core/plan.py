@@ -4,13 +4,17 @@ A batch that may be cut gets a ``Plan``: its kept rows, and what runs the tail o
 attention is planned here. Another one gets the reason. The model's forward takes either from it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.per_layer import Buffers
 from sglang_gemma4_yoco.core.state import ModelState, TailRunner
-from sglang_gemma4_yoco.core.tail import EagerTail, TailBackend
+from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
 
 
@@ -32,6 +36,35 @@ class Plan:
     attention: TailBackend
     runner: TailRunner | None
     outcome: str
+
+
+@dataclass(frozen=True)
+class EagerTail:
+    """A ``TailRunner`` that launches each layer; ``metadata`` is what ``attention`` planned."""
+
+    state: ModelState
+    batch: Any
+    tail: TailBatch
+    attention: TailBackend
+    metadata: Any
+    outcome: str = counters.TAIL_EAGER
+    buffers: Buffers | None = None
+
+    def run(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        get_inputs: Callable[[], torch.Tensor | None],
+    ) -> torch.Tensor:
+        """The kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
+        state, index = self.state, self.tail.index
+        kept, kept_positions = rows.index_select(0, index), positions.index_select(0, index)
+        fields = {**self.tail.fields, "positions": kept_positions}
+        inputs = get_inputs()
+        with self.attention.running(self.batch, fields, self.metadata):
+            return state.kind.run_tail(
+                state.model, state.tail_layers, self.batch, kept, kept_positions, inputs
+            )
 
 
 #: Where a batch has its plan, or the reason why it has none, until its forward takes it.
@@ -64,47 +97,31 @@ def plan_batch(state: ModelState, forward_batch: Any) -> None:
 
 def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
     """The plan of a batch, its attention planned; or the reason why it runs as stock."""
-    found = eligibility.check_eligibility(state, forward_batch)
-    if isinstance(found, str):
-        return found
-    return plan_eligible(state, forward_batch, found)
-
-
-def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.Eligible) -> Plan:
-    """The plan of an eligible batch, its attention planned."""
+    eligible = eligibility.check_eligibility(state, forward_batch)
+    if isinstance(eligible, str):
+        return eligible
     attention = state.attention
     assert attention is not None, "without a backend of the tail's own no batch is eligible"
     tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
-    at_exit = state.replayed_exits is not None
-    if eligible.is_intermediate_chunk:
-        outcome = counters.TAIL_SKIPPED
-        if at_exit:
-            outcome = counters.EXIT_SKIPPED
-        return Plan(forward_batch, tail, attention, None, outcome)
-    runner: TailRunner
-    if eligible.bucket is None or state.captured is None:
+    runner: TailRunner | None = None
+    outcome = counters.TAIL_SKIPPED
+    if eligible.bucket is not None:
+        runner = state.captured.plan(forward_batch, tail.index, eligible.bucket)
+    elif not eligible.is_intermediate_chunk:
         runner = make_eager_tail(state, forward_batch, tail)
-    else:
-        runner = state.captured.plan(forward_batch, tail, eligible.bucket)
-    outcome = runner.outcome
-    if at_exit:
-        outcome = counters.EXIT_CAPTURED
+    if runner is not None:
+        outcome = runner.outcome
+    if state.replayed_exits is not None:
+        outcome = counters.AT_EXITS[outcome]
     return Plan(forward_batch, tail, attention, runner, outcome)
 
 
 def make_eager_tail(state: ModelState, forward_batch: Any, tail: TailBatch) -> EagerTail:
     """What launches the tail of this batch layer by layer, its attention planned."""
-    assert state.attention is not None
-    metadata = state.attention.plan(forward_batch, tail.fields)
-    return EagerTail(
-        kind=state.kind,
-        model=state.model,
-        layers=state.tail_layers,
-        batch=forward_batch,
-        tail=tail,
-        attention=state.attention,
-        metadata=metadata,
-    )
+    attention = state.attention
+    assert attention is not None
+    metadata = attention.plan(forward_batch, tail.fields)
+    return EagerTail(state, forward_batch, tail, attention, metadata)
 
 
 def take_plan(state: ModelState, forward_batch: Any) -> Plan | str:

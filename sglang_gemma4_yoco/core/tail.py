@@ -1,21 +1,16 @@
-"""The tail: its attention backend, and how its layers are launched.
+"""The tail's attention backend.
 
-The backend is a second one over the server's pools, planned after the first. Its metadata is built
+It is a second one over the server's pools, planned after the first. Its metadata is built
 before the forward: the scheduler may rewrite the tables that planning reads. It is not built on the
 runner's own backend: two metadata objects of one backend share buffers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.core.model import TextModel
-from sglang_gemma4_yoco.core.per_layer import Buffers
-from sglang_gemma4_yoco.core.tail_batch import TailBatch, rewrite_batch
+from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.core.tail_batch import rewrite_batch
 from sglang_gemma4_yoco.replaced import replaced
 
 
@@ -61,40 +56,6 @@ class TailBackend:
         self, forward_batch: Any, fields: Mapping[str, object], metadata: Any
     ) -> Iterator[None]:
         """Make ``tail`` the current backend with this metadata; the batch has the tail's fields."""
-        self.tail.forward_metadata = metadata
-        try:
-            with rewrite_batch(forward_batch, fields), compat.attention.use_backend(self.tail):
-                yield
-        finally:
-            self.tail.forward_metadata = None
-
-
-@dataclass(frozen=True)
-class EagerTail:
-    """A ``TailRunner`` that launches each layer; ``metadata`` is what ``attention`` planned."""
-
-    kind: TextModel
-    model: Any
-    layers: list[Any]  # S-1 to L-1
-    batch: Any
-    tail: TailBatch
-    attention: TailBackend
-    metadata: Any
-    outcome: str = counters.TAIL_EAGER
-    buffers: Buffers | None = None
-
-    def run(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        get_inputs: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor:
-        """The kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
-        index = self.tail.index
-        kept, kept_positions = rows.index_select(0, index), positions.index_select(0, index)
-        fields = {**self.tail.fields, "positions": kept_positions}
-        inputs = get_inputs()
-        with self.attention.running(self.batch, fields, self.metadata):
-            return self.kind.run_tail(
-                self.model, self.layers, self.batch, kept, kept_positions, inputs
-            )
+        planned = replaced(self.tail, forward_metadata=metadata)
+        with planned, rewrite_batch(forward_batch, fields), compat.attention.use_backend(self.tail):
+            yield

@@ -8,8 +8,8 @@ extend kernel processes it with a handful of thread blocks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import kept_rows
+from sglang_gemma4_yoco.replaced import replaced
 
 
 def pin_memory(device: str) -> None:
@@ -112,21 +113,10 @@ class TailBatch:
         return fields
 
 
-@contextmanager
-def rewrite_batch(forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
+def rewrite_batch(forward_batch: Any, fields: Mapping[str, object]) -> AbstractContextManager[None]:
     """Set ``fields`` on the batch in the ``with`` block; then restore the same objects.
 
-    Fields that this SGLang's batch does not have are left out. The residual stream, which belongs
-    to the rows, is restored as well.
+    The residual stream, which belongs to the rows, is restored as well.
     """
-    saved: dict[str, object] = {}
-    try:
-        for name, value in (*fields.items(), ("residual_stream", None)):
-            if hasattr(forward_batch, name):
-                saved[name] = getattr(forward_batch, name)
-                if name in fields:
-                    setattr(forward_batch, name, value)
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(forward_batch, name, value)
+    stream = forward_batch.residual_stream
+    return replaced(forward_batch, residual_stream=stream, **fields)

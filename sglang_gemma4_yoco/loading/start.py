@@ -28,10 +28,13 @@ _FEW, _MANY = 2, 257
 
 def find_model_reason(model: Any) -> str | None:
     """Why no batch of this model, in a server with these arguments, may be cut; or None."""
+    reason = limits.find_server_reason()
+    if reason is not None:
+        return reason
     first = first_shared_layer(model.config)
     if first is None:
-        return limits.find_server_reason() or NO_SHARED_LAYERS
-    return limits.find_server_reason() or limits.find_linear_reason(model, first)
+        return NO_SHARED_LAYERS
+    return limits.find_linear_reason(model, first)
 
 
 def get_state(model: Any) -> ModelState:
@@ -198,10 +201,9 @@ def set_up(runner: Any, state: ModelState) -> None:
     # batches, may have launched the last one on another stream: nothing is freed, zeroed or
     # used below before it has run.
     compat.server.wait_for_device(runner.device)
-    first = not state.serves
     lifecycle.capture_tail(runner, state, tail_graphs.check_graphs)
     checked = None
-    if first:
+    if not state.serves:
         checked = _check_start(runner, state)
     if state.unsupported is None:
         exit_setup.open_exits(runner, state)

@@ -43,7 +43,7 @@ def _find_backend_reason(kind: type) -> str | None:
     if kind.__name__ == "FlashInferAttnBackend":
         return FLASHINFER
     # In all releases that were tested. A tail on Triton is given flat heads (``_flatten_heads``).
-    if compat.attention.find_triton_class(kind) is not None:
+    if compat.attention.is_triton(kind):
         return TRITON_FAILS
     return None
 

@@ -397,13 +397,13 @@ def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: Tai
 
 def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> None:
     """So that a key more or less in a window shows."""
-    reached, stock = [], tail.eager
+    reached, stock = [], graphs.Replay.eager
 
-    def eager(size: int, rows: int) -> torch.Tensor:
-        reached.append(int(tail._inputs.lengths[:rows].max()))
-        return stock(size, rows)
+    def eager(replay: graphs.Replay) -> torch.Tensor:
+        reached.append(int(replay.inputs.lengths.max()))
+        return stock(replay)
 
-    with replaced(tail, eager=eager):
+    with mock.patch.object(graphs.Replay, "eager", eager):
         tail_graphs.check_graphs(tail, engine.runner)
     assert min(reached) > E2B_TINY.sliding_window
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness import stand_ins
 from harness.batches import batch_of
 from harness.checking import NEW, REQUESTS, audited, checked, counted, counts
 from harness.decode_graphs import recorded_decode_steps
@@ -36,8 +37,7 @@ from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.compat.layers import get_rows
 from sglang_gemma4_yoco.core import cut
-from sglang_gemma4_yoco.core.plan import make_eager_tail
-from sglang_gemma4_yoco.core.tail import EagerTail
+from sglang_gemma4_yoco.core.plan import EagerTail, make_eager_tail
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -120,8 +120,8 @@ def test_a_captured_tail_that_is_not_replayed(
 ) -> None:
     """Nothing is known of it then."""
 
-    def plan_eagerly(graphs: TailGraphs, batch: Any, tail: Any, _: int) -> EagerTail:
-        return make_eager_tail(graphs.state, batch, tail)
+    def plan_eagerly(graphs: TailGraphs, batch: Any, *_: Any) -> EagerTail:
+        return make_eager_tail(graphs.state, batch, stand_ins.tail_of(batch))
 
     monkeypatch.setattr(TailGraphs, "plan", plan_eagerly)
     assert checked(captured) == Checked(unchecked=check.NOT_REPLAYED)
