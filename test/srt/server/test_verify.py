@@ -221,19 +221,17 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     done = run(command, tmp_path, 1, **variables)
     document = document_of(done)
     assert document["active"] is True
-    assert (document["dtype"], document["exact"]) == ("bfloat16", False)
-    assert document["agrees"] is document["answers_equal"] is False
+    assert document["dtype"] == "bfloat16"
+    assert document["exact"] is document["agrees"] is document["answers_equal"] is False
     assert document["max_logprob_diff"] > 1
     for kind in (prompts.QUESTIONS, prompts.TIMED):
         words = f"{kind}: log-probabilities (those of prefills alone) differ by "
         assert any(problem.startswith(words) for problem in document["problems"])
-    assert document["agreement"][prompts.QUESTIONS]["fast"]["answers"] == 2
     assert "the answers do NOT agree" in done.stdout
     # Stock agrees with itself all the same, as far as it rounds.
     questions = document["agreement"][prompts.QUESTIONS]
-    assert questions["stock"]["answers"] == 2
-    differences = "mean_logprob_diff"
-    assert questions["stock"][differences] < questions["fast"][differences] / 3
+    assert questions["fast"]["answers"] == questions["stock"]["answers"] == 2
+    assert questions["stock"]["mean_logprob_diff"] < questions["fast"]["mean_logprob_diff"] / 3
 
 
 @pytest.mark.release
@@ -311,14 +309,11 @@ def test_the_switch_is_checked(
     with mock.patch.object(server, "states", return_value=states):
         if wrong is None:
             servers.check_switch(server)
-            # Forwards before a round do not count.
-            if fast:
-                with pytest.raises(servers.WrongPathError):
-                    servers.check_switch(server)
-            return
-        with pytest.raises(servers.WrongPathError) as error:
-            servers.check_switch(server)
-    assert wrong in str(error.value)
+        if fast:  # what was checked before does not count
+            wrong = wrong or "NOT active (it gives no reason)"
+        if wrong is not None:
+            with pytest.raises(servers.WrongPathError, match=re.escape(wrong)):
+                servers.check_switch(server)
 
 
 # ---------------------------------------------------------------- what cannot be verified
