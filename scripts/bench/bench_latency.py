@@ -154,10 +154,10 @@ def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str
         flags.append("--enable-mixed-chunk")
     flags += shlex.split(args.server_args)
     both = make_pair(flags, folder, device=args.device)
-    groups, points = [both], []
+    groups, points = [list(both)], []
     if args.device == "cuda":
         # Each takes its share of what is free when it starts: half, then nearly all the rest.
-        groups = [both[:1], both[1:]]
+        groups = [[server] for server in both]
         for server, share in zip(both, (0.45, 0.85), strict=True):
             server.arguments.insert(0, f"--mem-fraction-static={share}")
     with ExitStack() as stack:

@@ -40,7 +40,7 @@ def _make_tables(document: Mapping[str, Any]) -> dict[str, Rows]:
         answers.append([kind] + [_format_figures(found[way]) for way in OTHERS])
     return {
         "Time to first token, seconds: median (20th to 80th percentile)": times,
-        "Stock against others: same tokens, difference of log-probabilities (at most)": answers,
+        "Stock against others: same tokens, mean difference of log-probabilities (largest)": answers,
     }
 
 
