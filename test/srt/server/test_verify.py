@@ -279,8 +279,7 @@ def test_a_round_that_the_prefix_cache_answers_is_not_reported(
     wrong = r"NOT active \(.+\) during the round 'several at once'"
     with pytest.raises(servers.WrongPathError, match=wrong):
         verify.send_at_once(on_server, questions, found)
-    cached = [answer.cached_tokens for answer in found.answers[True, verify.AT_ONCE]]
-    assert min(cached) > 0
+    assert any(answer.cached_tokens for answer in found.answers[True, verify.AT_ONCE])
 
 
 NO_ENTRY: dict[str, Any] = {}

@@ -284,7 +284,6 @@ def test_the_document() -> None:
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert document["agrees"] is document["active"] is document["answers_equal"] is True
     assert document["max_logprob_diff"] == pytest.approx(1e-5)
-    # The first prompt of each length took longer.
     assert (document["ttft_off_s"], document["ttft_on_s"], document["ratio"]) == (0.4, 0.2, 2.0)
     # No prefix hit, though nothing shows that the cache is off.
     assert document["left_out"].keys() == {prompts.CHUNKS, prompts.PREFIX}
