@@ -38,9 +38,10 @@ def _make_tables(document: Mapping[str, Any]) -> dict[str, Rows]:
     answers: Rows = [["prompts", *OTHERS.values()]]
     for kind, found in document["agreement"].items():
         answers.append([kind] + [_format_figures(found[way]) for way in OTHERS])
+    compared = "same tokens, mean difference of log-probabilities (largest)"
     return {
         "Time to first token, seconds: median (20th to 80th percentile)": times,
-        "Stock against others: same tokens, mean difference of log-probabilities (largest)": answers,
+        f"Stock against others: {compared}": answers,
     }
 
 
