@@ -16,8 +16,8 @@ both alike. On a GPU two servers of one model may not fit, so they run one after
 
 Output, for people::
 
-    each pair of answers as soon as both servers have given it; whether all agree, and a table of
-    times; the path of a report as a page
+    each answer as soon as a server has given it; whether all agree, and a table of times; the path
+    of a report as a page
 
 and, as the last line of stdout, for programs, one JSON document with at least::
 
@@ -33,7 +33,7 @@ message on stderr, no JSON). Answers agree if all tokens are equal and all log-p
 1e-3. That is asked of float32, which is what runs on a CPU; on a GPU, in bfloat16, other kernels
 round differently, so there the difference is judged by what stock differs from itself
 (``sglang-gemma4-yoco verify --help`` has the rule). All of verify's other options are taken too, as
-``--prompt-tokens``, ``--repeats`` and ``--servers``. For the small random model fewer
+``--prompt-tokens``, ``--repeats`` and ``--in-turn``. For the small random model fewer
 questions are asked, and shorter prompts are timed, than verify does by itself.
 """
 
@@ -42,7 +42,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -54,6 +53,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 from scripts.command_line import failed, make_checkpoint, make_log_dir, make_work_dir, new_parser
 from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare
 from sglang_gemma4_yoco.commands.console import say
+from sglang_gemma4_yoco.commands.main import exit_on_signals
 from sglang_gemma4_yoco.commands.verify import verify
 
 # For a random model two questions show as much as twelve, and shorter prompts.
@@ -122,9 +122,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run the part of the demo that belongs to this interpreter."""
     args = parse(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, lambda signum, _: sys.exit(128 + signum))
+    exit_on_signals()
     try:
         if not sys.platform.startswith("linux") or sys.version_info < (3, 11):
             raise SetupError("SGLang runs on Linux, with Python 3.11 or later.")

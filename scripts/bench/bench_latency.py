@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,8 +154,15 @@ def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str
         flags.append("--enable-mixed-chunk")
     flags += shlex.split(args.server_args)
     both = make_pair(flags, folder, device=args.device)
-    points = []
-    with run_servers(both, 600, one_by_one=args.device == "cuda"):
+    groups, points = [list(both)], []
+    if args.device == "cuda":
+        # Each takes its share of what is free when it starts: half, then nearly all the rest.
+        groups = [[server] for server in both]
+        for server, share in zip(both, (0.45, 0.85), strict=True):
+            server.arguments.insert(0, f"--mem-fraction-static={share}")
+    with ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(run_servers(group, 600))
         for rate in args.rates:
             runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
             for seed, server in product(range(args.repeats), both):

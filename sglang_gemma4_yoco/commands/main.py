@@ -22,6 +22,16 @@ class Parser(argparse.ArgumentParser):
         super().error(redact(message))
 
 
+def exit_on_signals() -> None:
+    """Have signals end the command on the way that stops whatever it has started.
+
+    Those that are ignored stay so, as ``nohup`` has it.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda signum, _: sys.exit(128 + signum))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 2 where it could not do its work."""
     words = argv
@@ -41,10 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         one.set_defaults(run=command.run, flags=[], api_key=None)
     args = parser.parse_args(words)
     learn_secrets([*args.flags, f"--api-key={args.api_key or ''}"])
-    # They end the command on the way that stops whatever it has started.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, lambda signum, _: sys.exit(128 + signum))
+    exit_on_signals()
     try:
         return int(args.run(args))
     except (CommandError, OSError) as failure:  # OSError: of a file or a folder

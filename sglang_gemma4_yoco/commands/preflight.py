@@ -40,17 +40,16 @@ def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")
-    given, _ = parser.parse_known_args(flags)
-    served = model or given.model_path
-    if not served:
+    if model is not None:
+        flags = ["--model-path", model, *flags]
+    given, _ = parser.parse_known_args(flags)  # of two models the last one counts, as in SGLang
+    if not given.model_path:
         raise CommandError("no model is named: give --model-path")
-    if given.model_path not in (None, served):
-        raise CommandError(f"two models: {served} and {given.model_path}: leave one")
-    config = _model(report, served, given.revision)
+    config = _model(report, given.model_path, given.revision)
     if report.entries["first_shared"] is None:
         report.refusals.append(metrics.NO_MODEL)
     else:
-        _server(report, config, ["--model-path", served, *flags])
+        _server(report, config, flags)
 
 
 def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:

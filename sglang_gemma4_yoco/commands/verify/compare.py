@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -102,22 +102,23 @@ class Comparison:
         """The largest difference of two log-probabilities."""
         return max(self.logprobs)
 
+    @property
+    def is_equal(self) -> bool:
+        """Equal in float32: all tokens are the same, and all log-probabilities but for rounding."""
+        return self.equal_answers == self.answers and self.max_logprob <= EXACT_LOGPROB
+
     def figures(self) -> dict[str, float | None]:
-        """All figures, for JSON; without answers the differences are None."""
-        values = self.logprobs or [math.nan]
+        """Return all figures, for JSON."""
         return {
             "answers": self.answers,
             "equal_answers": self.equal_answers,
-            "mean_logprob_diff": make_finite(statistics.fmean(values)),
-            "max_logprob_diff": make_finite(max(values)),
+            "mean_logprob_diff": make_finite(statistics.fmean(self.logprobs)),
+            "max_logprob_diff": make_finite(self.max_logprob),
         }
 
 
-Compared = Mapping[str, Comparison]  # by kind of prompt
-
-
 def make_finite(value: float) -> float | None:
-    """A number for JSON: None where it is not finite."""
+    """Return a number for JSON: None where it is not finite."""
     if math.isfinite(value):
         return value
     return None
@@ -138,8 +139,8 @@ def _measure_difference(one: Position, other: Position) -> float:
     return max(differences)
 
 
-def find_problems(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> Iterator[str]:
-    """What differs by more than it may (``verify --help`` has the rule), as sentences.
+def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> str | None:
+    """Return what differs by more than it may (``verify --help`` has the rule), as a sentence.
 
     With rounding tokens do not count: one last bit decides between two that are equally likely.
     Where a head attends to few keys, rounding mostly changes nothing, and now and then much.
@@ -149,17 +150,13 @@ def find_problems(fast: Comparison, noise: Collection[Comparison], *, exact: boo
         noise: stock against itself, the same prompts in other batches; one of each kind.
         exact: both compute in float32 on a CPU.
     """
+    if exact and fast.is_equal:
+        return None
     if exact:
-        if different := fast.answers - fast.equal_answers:
-            yield f"{different} of {fast.answers} answers differ"
-        if fast.max_logprob > EXACT_LOGPROB:
-            limit = f"by more than {EXACT_LOGPROB:g}"
-            yield f"log-probabilities differ by up to {fast.max_logprob:.2g}, {limit}"
-        return
+        tokens = f"{fast.equal_answers} of {fast.answers} answers have the same tokens"
+        return f"{tokens}, and log-probabilities differ by up to {fast.max_logprob:.2g}"
     # Most tokens come from decode steps, the same in both servers: they would hide the first ones.
-    for what, part in (("all", "logprobs"), ("those of prefills alone", "prefilled")):
-        if part == "logprobs" and fast.logprobs == fast.prefilled:
-            continue
+    for what, part in (("those of prefills alone", "prefilled"), ("all", "logprobs")):
         own = [getattr(one, part) for one in noise]
         usual, most = max(map(statistics.fmean, own)), max(map(max, own))
         # 0.05 where stock does not differ from itself: bfloat16 has 8 bits.
@@ -167,10 +164,11 @@ def find_problems(fast: Comparison, noise: Collection[Comparison], *, exact: boo
         found = statistics.fmean(getattr(fast, part))
         # Where stock's own are not finite, there is no limit.
         if found > limit or math.isinf(found):
-            yield (
+            return (
                 f"log-probabilities ({what}) differ by {found:.2g} on average, and may by "
                 f"{limit:.2g}: stock differs from itself by {usual:.2g}, and by {most:.2g} at most"
             )
+    return None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ QUESTIONS, PREFIX, CHUNKS, LOGPROBS, PICTURES = KINDS = (
     "log-probabilities of the prompt",
     "pictures",
 )
-TIMED, WARM_UP = "first tokens of timed prompts", "warm-up"
+TIMED = "first tokens of timed prompts"
+NEW_TOKENS = 12  # of an answer
 BUNDLED = Path(__file__).with_name("prompts.txt")
 PREFIX_TOKENS = 320
 WHICH_COLOURS = "The left half and the right half of this picture have one colour each. Name both."
@@ -28,7 +29,7 @@ class Prompt(NamedTuple):
 
     kind: str
     body: Mapping[str, Any]
-    new_tokens: int = 12
+    new_tokens: int = NEW_TOKENS
 
     def request(self) -> dict[str, Any]:
         """The whole body: greedy, with the likeliest tokens of each position."""
@@ -100,9 +101,9 @@ def _draw_words(tokenizer: Any, count: int, seed: int) -> list[int]:
     return [middle[seed % len(middle)], *random.Random(seed).choices(middle, k=count - 1)]
 
 
-def make_timed(tokenizer: Any, length: int, number: int, kind: str = TIMED) -> Prompt:
+def make_timed(tokenizer: Any, length: int, number: int) -> Prompt:
     """A prompt for one token, which shares no prefix with that of another number."""
-    return Prompt(kind, {"input_ids": _draw_words(tokenizer, length, number)}, 1)
+    return Prompt(TIMED, {"input_ids": _draw_words(tokenizer, length, number)}, 1)
 
 
 def draw_picture(left: str, right: str) -> str:

@@ -53,7 +53,7 @@ class Server:
             "PYTHONSAFEPATH": "1",
         }
         self._http = https.make_session(self.url)
-        self._at_start: Counter[str] = Counter()
+        self._checked = Counter[str]()  # the prefills that ``take_forwards`` has returned
 
     @property
     def url(self) -> str:
@@ -68,6 +68,7 @@ class Server:
     def start(self) -> None:
         """Start it; ``stop`` ends it."""
         with self.log_file.open("wb") as output:
+            self.log_file.chmod(0o600)  # while it runs, its log has keys
             self.process = subprocess.Popen(
                 [sys.executable, *self.command()],
                 env=self.env,
@@ -106,13 +107,13 @@ class Server:
         while not self.is_healthy():
             if self.process.poll() is not None:
                 ended = f"{self.name} ended with status {self.process.returncode}, see its log"
-                tries = "Out of memory: try --servers in-turn. A gated model: try `hf auth login`."
+                tries = "Out of memory: try --in-turn. A gated model: try `hf auth login`."
                 raise CommandError(f"{ended}. {tries}{quote_end(self.log_file)}")
             if time.monotonic() > deadline:
                 late = f"{self.name} was not ready after {timeout:.0f} s."
                 raise CommandError(late + quote_end(self.log_file))
             time.sleep(0.5)
-        self._at_start = self.forwards()  # SGLang sends a request of its own when it starts
+        self.take_forwards()  # SGLang sends a request of its own when it starts
 
     def _ask(self, method: str, path: str, body: Any = None) -> requests.Response:
         """The reply to a request; CommandError if the server refuses it, or is gone."""
@@ -146,84 +147,57 @@ class Server:
         """Everything that all of its processes have printed so far."""
         return self.log_file.read_text("utf-8", errors="replace")
 
-    def log_lines(self, text: str) -> list[str]:
-        """The log's lines that contain ``text``."""
-        return [line for line in self.log().splitlines() if text in line]
-
     def states(self) -> Any:
         """The internal state of each scheduler, its resolved arguments included, as a list."""
         return self.get("/server_info")["internal_states"]
 
-    def forwards(self) -> Counter[str]:
-        """Prefill forwards of all schedulers since the server was ready, by outcome."""
-        counted = (state.get(status.ENTRY, {}).get("forwards") for state in self.states())
-        return sum(map(Counter, counted), Counter[str]()) - self._at_start
+    def take_forwards(self) -> Counter[str]:
+        """Return the prefill forwards of all schedulers since the last call, by outcome."""
+        before, self._checked = self._checked, Counter()
+        for state in self.states():
+            self._checked.update(state.get(status.ENTRY, {}).get("forwards"))
+        return self._checked - before
 
 
-def check_switch(
-    server: Server, during: str = "", *, since: Mapping[str, int] | None = None
-) -> Counter[str]:
-    """The prefill forwards of a running server, without those of ``since``, by outcome.
+def check_switch(server: Server, during: str = "its requests") -> Counter[str]:
+    """Return the prefill forwards of a running server since the last check, by outcome.
 
     Raises:
         WrongPathError: no prefill was cut and the switch is on; or it is off, and a prefill was
             cut. The message names ``during``.
     """
-    forwards = server.forwards() - Counter(since)
-    cut = not counters.CUT.isdisjoint(forwards)
-    if server.fast and not cut:
-        none = {"reason": status.NO_ENTRY}
-        entries = [state.get(status.ENTRY, none) for state in server.states()]
-        reasons = dict.fromkeys(entry["reason"] for entry in entries if entry["reason"])
-        why = "; ".join(reasons or forwards) or "it gives no reason"
-        wrong = f"{server.name}: the fast path was NOT active ({why})"
-    elif cut and not server.fast:
-        wrong = f"{server.name}: the fast path was active"
-    else:
+    forwards = server.take_forwards()
+    is_cut = not counters.CUT.isdisjoint(forwards)
+    if is_cut == server.fast:
         return forwards
-    if during:
-        wrong += f" during {during}"
-    lines = "\n".join(server.log_lines("Gemma 4 fast prefill"))
-    raise WrongPathError(
-        f"{wrong}.\nIts prefills: {dict(forwards)}\n"
-        f"The package's lines in {server.log_file}:\n{lines}"
-    )
+    wrong = "the fast path was active"
+    if server.fast:
+        _, reason = status.verdict([state.get(status.ENTRY) for state in server.states()])
+        why = reason or ", ".join(forwards) or "it gives no reason"
+        wrong = f"the fast path was NOT active ({why})"
+    prefills = f"Its prefills: {dict(forwards)}. Its log: {server.log_file}"
+    raise WrongPathError(f"{server.name}: {wrong} during {during}. {prefills}")
 
 
-def make_pair(
-    arguments: Sequence[str], folder: Path, *, device: str, together: bool = True
-) -> tuple[Server, Server]:
-    """The stock server and the fast one, not started; ``arguments`` override what is set here.
-
-    ``together`` they share the memory of one GPU.
-    """
-    # An idle scheduler spins, and would take a core from the server that is measured.
-    off = on = ["--device", "cpu", "--sleep-on-idle"]
-    if device != "cpu":
-        off = on = ["--device", "cuda"]
-        if together:
-            # Each takes its share of what is free when it starts: half, then nearly all the rest.
-            off, on = [*on, "--mem-fraction-static=0.45"], [*on, "--mem-fraction-static=0.85"]
+def make_pair(arguments: Sequence[str], folder: Path, *, device: str) -> tuple[Server, Server]:
+    """Return the stock server and the fast one, not started; ``arguments`` override what is set."""
+    ours = ["--device", "cuda"]
+    if device == "cpu":
+        # An idle scheduler spins, and would take a core from the server that is measured.
+        ours = ["--device", "cpu", "--sleep-on-idle"]
     port, other = find_free_ports(2)
-    stock = Server(False, [*off, *arguments], port, folder / "server-off.log")
-    return stock, Server(True, [*on, *arguments], other, folder / "server-on.log")
+    stock = Server(False, [*ours, *arguments], port, folder / "server-off.log")
+    return stock, Server(True, [*ours, *arguments], other, folder / "server-on.log")
 
 
 @contextmanager
-def run_servers(
-    servers: Sequence[Server], timeout: float, one_by_one: bool = False
-) -> Iterator[None]:
-    """These servers, ready within ``timeout`` seconds each; in the end they are ended in any case.
-
-    On a GPU they start one by one: the next takes its share of the memory that is left.
-    """
+def run_servers(servers: Sequence[Server], timeout: float) -> Iterator[None]:
+    """Run these servers, ready within ``timeout`` seconds each; end them in any case."""
     with ExitStack() as stack:
         for server in servers:
             say(f"Starting {server.name} on port {server.port}")
             server.start()
             stack.callback(server.stop)
-            if one_by_one:
-                server.wait_until_ready(timeout)
         for server in servers:
             server.wait_until_ready(timeout)
         yield

@@ -10,16 +10,7 @@ from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands.verify import prompts, verify
 from sglang_gemma4_yoco.commands.verify.compare import Answer, Position
 from sglang_gemma4_yoco.commands.verify.prompts import Prompt
-from sglang_gemma4_yoco.commands.verify.verify import (
-    ALONE,
-    ALONE_AGAIN,
-    AT_ONCE,
-    CACHED,
-    TIMED,
-    TIMED_AGAIN,
-    Answers,
-    Found,
-)
+from sglang_gemma4_yoco.commands.verify.verify import AGAIN, ALONE, AT_ONCE, CACHED, Found
 
 
 def position(token: int, logprob: float, **likeliest: float) -> Position:
@@ -33,33 +24,44 @@ def outcome(
     failed: int = 0,
     again: float = 0.0,
     lengths: Sequence[int] = (200, 100),
+    cached: int = 0,
 ) -> dict[str, Any]:
-    """The document of servers that differ by ``shift``, and stock from itself by ``again``."""
-    kinds = [Prompt(prompts.QUESTIONS, {}), Prompt(prompts.PREFIX, {})]
+    """The document of servers that differ by ``shift``, and stock from itself by ``again``.
 
-    def answers(by: float, factor: float, timed: bool) -> Answers:
-        sent = kinds
-        if timed:
-            sent = [Prompt(prompts.TIMED, {"input_ids": [1] * n}) for n in (*lengths, *lengths)]
-        found = []
-        for one in sent:
-            seconds = factor * len(one.body.get("input_ids", ()))
-            made = position(1, -1.0 - by, t1=-1.0 - by, t2=-2.0)
-            found.append((one, Answer((made,), seconds=seconds)))
-        return found
+    So many tokens of fast's timed prompts were ``cached``.
+    """
+    sent = [Prompt(prompts.QUESTIONS, {}), Prompt(prompts.PREFIX, {})]
+    others = len(sent)
+    for length in lengths:
+        # A warm-up, and two whose times count.
+        sent += [Prompt(prompts.TIMED, {"input_ids": [1] * length})] * 3
+    found = Found(rounds={ALONE: Counter({counters.TAIL_EAGER: 7, counters.FAILED: failed})})
 
-    stock, fast = Found(), Found(forwards={ALONE: Counter({counters.TAIL_EAGER: 7})})
-    for name in (ALONE, AT_ONCE, TIMED):
-        stock.answers[name] = answers(0.0, 0.002, name == TIMED)
-        fast.answers[name] = answers(shift, 0.001, name == TIMED)
-    stock.answers[CACHED] = answers(0.0, 0.002, False)
-    stock.answers[ALONE_AGAIN] = answers(again, 0.002, False)
-    stock.answers[TIMED_AGAIN] = answers(again, 0.002, True)
-    fast.forwards[ALONE][counters.FAILED] = failed
+    def answer(fast: bool, way: str, by: float, factor: float) -> None:
+        made = position(1, -1.0 - by, t1=-1.0 - by, t2=-2.0)
+        for number, prompt in enumerate(sent):
+            tokens, hits = len(prompt.body.get("input_ids", ())), 0
+            seconds = factor * tokens
+            if (number - others) % 3 == 0:
+                seconds = 1000.0
+            if fast and tokens:
+                hits = cached
+            found.answers[fast, way].append(Answer((made,), (), hits, seconds))
+
+    answer(False, ALONE, 0.0, 0.002)
+    answer(False, AGAIN, again, 0.002)
+    answer(False, CACHED, 0.0, 0.002)
+    answer(False, AT_ONCE, 0.0, 0.002)
+    answer(True, ALONE, shift, 0.001)
+    answer(True, AT_ONCE, shift, 0.001)
+    for fast in (False, True):
+        del found.answers[fast, AT_ONCE][others:]
     document: dict[str, Any] = dict.fromkeys(
-        ("device", "dtype", "sglang", "package", "server_args", "repeats", "date")
+        ("sglang", "package", "server_args", "repeats", "date"), "some"
     )
-    document |= {"model": "a <model>", "rule": "exact" if exact else "noise floor"}
+    document |= {"model": "a <model>", "device": "cpu", "dtype": "bfloat16"}
+    if exact:
+        document["dtype"] = "float32"
     document["left_out"] = {prompts.CHUNKS: "a <reason>"}
-    verify.conclude(document, stock, fast)
+    verify.conclude(document, sent, found)
     return document

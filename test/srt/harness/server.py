@@ -182,6 +182,10 @@ class Server(servers.Server):
 
     # -- what it has logged and run ---------------------------------------------------------
 
+    def log_lines(self, text: str) -> list[str]:
+        """The log's lines that contain ``text``."""
+        return [line for line in self.log().splitlines() if text in line]
+
     def log_since_ready(self) -> str:
         """The log without the start: some releases show there what they failed to import."""
         return self.log()[self._start_up :]

@@ -123,7 +123,7 @@ def test_nothing_of_verify_has_a_secret(
         "status http://user:MARK@\u2100",
         "status http://localhost:1/?key=MARK",
         "verify --repeats 2 --api-k MARK --model-path x",
-        "verify --model-path x --servers MARK",
+        "verify --model-path x --repeats MARK",
         "verify --apikey MARK",
         "doctor --apikey MARK -- --device cpu",
         "--apikey MARK",
