@@ -46,36 +46,42 @@ def describe_state() -> dict[str, Any]:
     """
     served = get_attached_state()
     reason: str | None = NO_MODEL
-    report: Mapping[str, Any] = {}
+    names = (
+        "version",
+        "active",
+        "reason",
+        "fast_prefill",
+        "cut",
+        "tail",
+        "exits",
+        "check",
+        "exits_check",
+    )
+    entry: dict[str, Any] = dict.fromkeys(names)
     if served is not None:
-        reason, report = served.unsupported, served.report
+        reason = served.unsupported
         if reason is None and counters.is_unused():
             reason = counters.NOT_CUT
-    whose, how = None, dict[str, Any]()  # where no prefill is cut, how is of no interest
-    if served is not None and reason is None:
-        whose, how = "this package", {"cut": served.describe(), **report}
-    elif reason == limits.SGLANG_SERVES:
-        whose = "SGLang"
+        entry |= served.report
+        if reason is None:
+            entry |= {"cut": served.describe(), "fast_prefill": "this package"}
+        else:  # no prefill is cut, so how is of no interest
+            entry |= {"tail": None, "exits": None}
+        if reason == limits.SGLANG_SERVES:
+            entry["fast_prefill"] = "SGLang"
     forwards = Counter[str]()
     for outcome, number in counters.forwards.items():
         forwards[make_label(outcome)] += number
-    entry: dict[str, Any] = replace_infinite(
-        {
-            "version": __version__,
-            "active": reason is None,
-            "reason": reason,
-            "fast_prefill": whose,
-            "cut": how.get("cut"),
-            "tail": how.get("tail"),
-            "exits": how.get("exits"),
-            "check": report.get("check"),
-            "exits_check": report.get("exits_check"),
-            "forwards": forwards,
-            "rows": counters.rows,
-            "audits": asdict(counters.audits),
-        }
-    )
-    return entry
+    entry |= {
+        "version": __version__,
+        "active": reason is None,
+        "reason": reason,
+        "forwards": forwards,
+        "rows": counters.rows,
+        "audits": asdict(counters.audits),
+    }
+    finite: dict[str, Any] = replace_infinite(entry)
+    return finite
 
 
 def make_label(outcome: str) -> str:
