@@ -116,7 +116,8 @@ def list_ratios(document: Document) -> Rows:
     found = {}
     for point in document["points"]:
         found[point["load"]["length"]] = f"{point['ratio']:.1f}x of {point['ceiling']:.1f}x"
-    yield document["model"].removesuffix("_MINI"), found[128], found[512], found[2048]
+    model = document["model"].removesuffix("_MINI").replace("GEMMA3N_", "Gemma 3n ")
+    yield model, found[128], found[512], found[2048]
 
 
 def list_prefills(document: Document) -> Rows:

@@ -228,7 +228,7 @@ def _check_table(argument: Callable[[str], Any]) -> str | None:
 
 # What attention backends can do, by class, without those derived from it: SGLang's by name, others
 # by module and name. Triton's is tested. Of the others the source was read: 0.5.23 line by
-# line, earlier releases by pattern. For Gemma 4 SGLang uses only version 4 of FlashAttention.
+# line, 0.5.22 by pattern. For Gemma 4 SGLang uses only version 4 of FlashAttention.
 
 # Serve prefills: an extend step writes K and V of all rows to the pools, and in a window layer each
 # row sees as many keys as Gemma 4 says, its own among them. AITER's sees one fewer in some of its
@@ -347,7 +347,7 @@ def find_linear_reason(model: Any, first: int) -> str | None:
 def _computes_rows(part: Any) -> bool:
     """Whether a module computes rows by a method that may be quantised: linear, or of experts."""
     if type(part) is compat.attention.RadixAttention:
-        return False  # its method is of its cache, which ``pool_reason`` judges
+        return False  # its method is of its cache, which ``find_pool_reason`` judges
     return (
         isinstance(part, compat.layers.LinearBase)
         or getattr(part, "quant_method", None) is not None

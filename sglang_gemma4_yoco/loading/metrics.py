@@ -1,4 +1,4 @@
-"""The counters of ``log``, in SGLang's metrics and in /server_info.
+"""Publish ``counters`` in SGLang's metrics and in /server_info.
 
 SGLang's endpoint collects what all processes of a server count in a directory that they share, so
 counters that are made here appear there. They have the labels of SGLang's scheduler metrics and are
