@@ -229,7 +229,10 @@ def load_predicted(name: str) -> dict[str, Any]:
 def list_predicted() -> Rows:
     """Yield the least and the most ratio, by length."""
     for model, ranges in load_predicted("predicted_ranges_h100.json").items():
-        yield model, *(f"{least:.2f} to {most:.2f}" for least, most in ranges.values())
+        cells = []
+        for ends in ranges.values():
+            cells.append(" to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in ends)))
+        yield model, *cells
 
 
 def list_predicted_ms() -> Rows:
