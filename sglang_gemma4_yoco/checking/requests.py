@@ -236,13 +236,14 @@ def make_prefill_batch(
         **_list_rows(requests),
     )
     batch.extend_logprob_start_lens_cpu = list(starts or batch.extend_seq_lens_cpu)
-    if hasattr(batch, "contains_last_prefill_chunk"):  # SGLang 0.5.23
+    if compat.batch.MARKS_CHUNKS:
         batch.contains_last_prefill_chunk = finishes
     if starts is not None:
         batch.top_logprobs_nums = [0] * size
         batch.token_ids_logprobs = [None] * size
-        # The tokens whose logprobs are returned; no one reads these.
-        wanted = [r.ids[start:] for r, start in zip(requests, starts, strict=True)]
+        # The token after each one, 0 after the last. No one reads their logprobs.
+        following = [torch.nn.functional.pad(r.ids[1:], (0, 1)) for r in requests]
+        wanted = [ids[start:] for ids, start in zip(following, starts, strict=True)]
         batch.extend_input_logprob_token_ids_gpu = torch.cat(wanted)
     translator = runner.kv_index_translator
     translator.own_plan(batch).bind(batch, translator)

@@ -8,6 +8,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Speculative
 
 CaptureHiddenMode = forward_batch_info.CaptureHiddenMode
 ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.ForwardMode
+#: Whether batches say that they finish no prompt, as in SGLang 0.5.23.
+MARKS_CHUNKS = hasattr(ForwardBatch, "contains_last_prefill_chunk")
 
 
 def get_captured_hidden_states() -> Any:

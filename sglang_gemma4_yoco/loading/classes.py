@@ -139,14 +139,16 @@ def _list_objects(model: Any) -> dict[str, Any]:
 
 def _find_in(place: str, owner: Any) -> Iterator[Unknown]:
     """The code that is not known among the attributes of a module, class or object itself."""
+    own = None
+    if isinstance(owner, type):
+        own = owner.__module__  # a class that is trusted has its own methods
     for name, value in getattr(owner, "__dict__", {}).items():
         called = [value]
-        if name.endswith(HOOKS):
+        if name.endswith(HOOKS) and isinstance(value, dict):
             called = [*value.values()]
         for one in called:
             for module, defined in _find_definitions(one):
-                # A class that is trusted has its own methods.
-                if name not in NO_ROWS and module != getattr(owner, "__module__", None):
+                if name not in NO_ROWS and module != own:
                     yield f"{place}.{name} runs", module, defined
 
 

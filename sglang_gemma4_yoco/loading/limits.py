@@ -138,8 +138,11 @@ def find_release_reason() -> str | None:
 
     With the setting ``untested`` a release after the last tested one is cut if the check at start
     agrees. An argument that would refuse, and has another name there, must not pass as unset.
+    Where SGLang's own fast prefill is on, that is the reason, whatever the release.
     """
     if not compat.release.is_newer_than_tested():
+        return None
+    if compat.server.read_argument(compat.server.FAST_PREFILL):
         return None
     installed, untested = compat.release.INSTALLED, settings.name_of("untested")
     if not settings.current.untested:

@@ -311,7 +311,9 @@ def test_all_that_is_foreign_is_said_at_once(
 def test_what_is_trusted_vouches_for_nothing_else(
     engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
 ) -> None:
-    """Another plugin's wrapper around their method, and one inside their wrapper."""
+    """Another plugin's wrapper around their method, one inside their wrapper, and for a class its
+    module's other functions.
+    """
     setting(trust=(__name__,))
     calls = mock.Mock(wraps=MyNorm.forward_native)
     with another_class(engine.text_model.norm, MyNorm):
@@ -320,6 +322,10 @@ def test_what_is_trusted_vouches_for_nothing_else(
             assert (judged() or "").startswith("MyNorm.forward_native runs unittest.mock.")
     with assigned(MODEL, "forward", lambda forward: wrapped(mock.Mock(wraps=forward))):
         assert (judged() or "").startswith("Gemma4TextModel.forward runs unittest.mock.")
+    setting(trust=(NORM,))
+    norm = engine.text_model.norm
+    with another_class(norm, MyNorm), norm.register_forward_hook(seen):
+        assert (judged() or "").partition(" runs ")[0].endswith("norm._forward_hooks")
 
 
 def test_a_forward_that_is_not_ours_any_more(
@@ -362,6 +368,8 @@ def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> 
         tower = engine.runner.model.vision_tower
         stack.enter_context(tower.register_forward_hook(seen))
         stack.enter_context(assigned(type(engine.runner), "forward", wrapped))
+        norm = engine.text_model.norm  # and what is no hook, but has a name like theirs
+        stack.enter_context(replaced(norm, add_forward_hooks=norm.register_forward_hook))
         assert judged() is None
         assert_fast(engine)
 

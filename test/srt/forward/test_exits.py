@@ -318,6 +318,16 @@ def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> Non
     lifecycle.drop_tail(state, "fewer rows")
 
 
+def test_chunks_that_are_not_marked(engine: Engine) -> None:
+    """As in SGLang 0.5.22: prompts that finish are tried alone; one of the two must be."""
+    with replaced(compat.batch, MARKS_CHUNKS=False):
+        with found_by_exits() as compared:
+            assert reopened(engine) == ""
+        assert compared.call_count == 1
+        lifecycle.drop_tail(state_of(engine), "no rows")
+        assert exit_check.NOT_TAKEN in reopened(engine)
+
+
 def test_graphs_that_were_not_repaired(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

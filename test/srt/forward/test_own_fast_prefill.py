@@ -79,6 +79,16 @@ def test_on_sglang_serves(tiny_checkpoint: Path, said: Callable[..., list[str]])
     assert status.verdict([state]) == (False, limits.SGLANG_SERVES)
 
 
+def test_on_sglang_serves_in_any_release(tiny_checkpoint: Path) -> None:
+    """Also in one after the last tested: it is likely to be a release that has the flag."""
+    newer = mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0"))
+    with newer, started(tiny_checkpoint, flag=True) as engine:
+        assert state_of(engine).unsupported == limits.SGLANG_SERVES
+        assert metrics.describe_state()["fast_prefill"] == "SGLang"
+    with newer, started(tiny_checkpoint, flag=False) as engine:
+        assert state_of(engine).unsupported == limits.find_release_reason()
+
+
 @pytest.mark.parametrize(
     ("flag", "refusals"),
     [(False, []), (True, [limits.SGLANG_SERVES])],
