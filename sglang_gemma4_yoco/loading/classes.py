@@ -79,6 +79,7 @@ def find_reason(outer: type, runner: Any = None) -> str | None:
     """
     try:
         refused = list(_find_unknown(outer, runner))
+        replaced = not all(map(_has_our_forward, registry.TEXT_MODELS))
     except Exception as failure:  # noqa: BLE001 - of objects that are like no others
         log.log_failure("Gemma 4 fast prefill: looking for other people's code failed", failure)
         return NOT_JUDGED
@@ -89,10 +90,13 @@ def find_reason(outer: type, runner: Any = None) -> str | None:
             f"{place} {module}.{name}, which may read rows that are not computed: see "
             f"docs/help.md; {VARIABLE}={modules} accepts it"
         )
-    for model in registry.TEXT_MODELS:
-        if not is_ours(inspect.unwrap(vars(model)["forward"], stop=is_ours)):
-            return REPLACED
+    if replaced:
+        return REPLACED
     return None
+
+
+def _has_our_forward(model: type) -> bool:
+    return is_ours(inspect.unwrap(vars(model)["forward"], stop=is_ours))
 
 
 def is_ours(function: Any) -> bool:
