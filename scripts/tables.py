@@ -111,13 +111,13 @@ def list_methods() -> Rows:
 # ---------------------------------------------------------------- one prefill
 
 
-def list_ratios(document: Document) -> Rows:
-    """Yield one row: ratios and ceilings by length."""
+def list_ratios(lengths: Sequence[int], document: Document) -> Rows:
+    """Yield one row: ratios and ceilings at these lengths."""
     found = {}
     for point in document["points"]:
         found[point["load"]["length"]] = f"{point['ratio']:.1f}x of {point['ceiling']:.1f}x"
     model = document["model"].removesuffix("_MINI").replace("GEMMA3N_", "Gemma 3n ")
-    yield model, found[128], found[512], found[2048]
+    yield model, *(found[length] for length in lengths)
 
 
 def list_prefills(document: Document) -> Rows:
@@ -176,7 +176,10 @@ def list_loads(document: Document) -> Rows:
         load = f"{document['model']}, {point['rate']:g} requests/s, mixed chunks {point['mixed']}"
         cells = [format_pair(statistics.median(off["seconds"]), statistics.median(on["seconds"]))]
         for kind, percentile in product(("ttft_ms", "itl_ms"), ("50", "95")):
-            cells.append(format_pair(off[kind][percentile], on[kind][percentile]))
+            cell = "not seen"
+            if off[kind] is not None:
+                cell = format_pair(off[kind][percentile], on[kind][percentile])
+            cells.append(cell)
         yield load, *cells
 
 
@@ -244,15 +247,18 @@ def list_predicted_ms() -> Rows:
 
 README, SUMMARY, LONG = "README.md", "benchmark/README.md", "benchmark/results/README.md"
 PROFILE = ("host_ms", "whole_ms", "device_idle_ms", "kernels")
+ON_A_CPU = partial(list_ratios, (128, 512, 2048))
+ON_A_GPU = partial(list_ratios, (512, 1024, 8192, 32768))
 TABLES = (
-    Table(README, "measured", list_ratios, "prefill_*mini_cpu_*.json", origins=False),
-    Table(README, "predicted", list_predicted),
+    Table(README, "measured on a GPU", ON_A_GPU, "gpu_prefill_*.json", origins=False),
+    Table(README, "measured", ON_A_CPU, "prefill_*mini_cpu_*.json", origins=False),
     Table("docs/settings.md", "settings", list_settings),
     Table("docs/upstream.md", "methods", list_methods),
     Table("docs/compatibility.md", "releases", list_releases),
     Table("docs/prefill_graphs.md", "predicted ms", list_predicted_ms),
     Table("benchmark/on_a_gpu.md", "predicted", list_predicted),
-    Table(SUMMARY, "prefill", list_ratios, "prefill_*mini_cpu_*.json", origins=False),
+    Table(SUMMARY, "on a GPU", ON_A_GPU, "gpu_prefill_*.json", origins=False),
+    Table(SUMMARY, "prefill", ON_A_CPU, "prefill_*mini_cpu_*.json", origins=False),
     Table(SUMMARY, "random traffic", list_random_traffic, "random_workload_*.json"),
     Table(SUMMARY, "latency", list_loads, "latency_*.json"),
     Table(SUMMARY, "alarms", list_alarms, "checks_*.json", origins=False),
@@ -264,6 +270,7 @@ TABLES = (
     Table(LONG, "checks", list_breakages, "checks_*.json"),
     Table(LONG, "gpu load", list_loads, "gpu_l*.json"),
     Table(LONG, "gpu prefill", list_prefills, "gpu_prefill_*.json"),
+    Table(LONG, "gpu eager", list_prefills, "gpu_eager_*.json"),
     Table(LONG, "gpu replayed", list_replayed, "gpu_replayed_*.json"),
     Table(LONG, "gpu memory", partial(list_forwards, ["peak_mib"]), "gpu_memory_*.json"),
     Table(LONG, "gpu profile", partial(list_forwards, PROFILE), "gpu_profile_*.json"),

@@ -108,10 +108,16 @@ def summed_up(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def summarise_times(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean and ``PERCENTILES`` in milliseconds."""
+def summarise_times(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Return mean and ``PERCENTILES`` in milliseconds, or None where no token was seen.
+
+    ``sglang.benchmark.serving`` sees a token by its text. With dummy weights each may be a special
+    one, which has none: then its times are 0.
+    """
     import numpy as np
 
+    if not any(seconds):
+        return None
     found = {"mean": 1e3 * statistics.fmean(seconds)}
     for percentile in PERCENTILES:
         found[str(percentile)] = 1e3 * float(np.percentile(seconds, percentile))
@@ -132,9 +138,12 @@ def describe_run(run: dict[str, Any]) -> str:
     """Times and batches of one run, for a line."""
     found = summed_up([run])
     first, between = found["ttft_ms"], found["itl_ms"]
-    told = f"{run['duration']:.2f} s, first token after {first['mean']:.0f} ms (mean; "
-    told += f"median {first['50']:.0f}, p95 {first['95']:.0f}, p99 {first['99']:.0f})"
-    told += f", {between['mean']:.0f} ms between tokens (mean)"
+    told = f"{run['duration']:.2f} s"
+    if first is not None:
+        told += f", first token after {first['mean']:.0f} ms (mean; "
+        told += f"median {first['50']:.0f}, p95 {first['95']:.0f}, p99 {first['99']:.0f})"
+    if between is not None:
+        told += f", {between['mean']:.0f} ms between tokens (mean)"
     for name, sizes in run["batches"].items():
         told += f"; {name}: {sizes['mean']:.1f} (mean of {sizes['batches']})"
     return told

@@ -1,8 +1,8 @@
 """What only a GPU can show: its kernels' answers, its waits, its launches, its graphs and memory.
 
 ``python3 scripts/run_tests.py --gpu``, in an environment whose SGLang runs on the GPU. The model
-has E2B's dimensions and random weights: no checkpoint is needed. Tolerances are bf16's; whatever
-reads a wrong row, key or weight is off by far more.
+has E2B's dimensions and random weights: no checkpoint is needed. Answers may be twice as far from
+stock's as stock's decode steps are from its prefills.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ if os.environ.get("YOCO_TEST_GPU") != "1" or not torch.cuda.is_available():
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
 from harness.forwards import state_of
-from harness.replayed_answers import LARGEST_CACHE_ERROR, LEAST_COSINE, Answer
+from harness.replayed_answers import (
+    ALLOWED,
+    LARGEST_CACHE_ERROR,
+    Answer,
+    find_distance,
+    find_rounding,
+)
 from scripts.bench.bench_prefill import must_have_spread, randomise, timed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
@@ -57,6 +63,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return engine
 
 
+@pytest.fixture(scope="module")
+def rounding(engine: Engine) -> float:
+    """How far stock's own answers are from each other."""
+    engine.runner.decode_cuda_graph_runner = None
+    return find_rounding(engine)
+
+
 def captured_by(engine: Engine) -> TailGraphs:
     """The tail, which was captured just now; decode steps run eagerly."""
     engine.runner.decode_cuda_graph_runner = None
@@ -79,11 +92,11 @@ def eager(engine: Engine) -> None:
     lifecycle.drop_tail(state_of(engine), lifecycle.NOT_YET)
 
 
-def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> None:
+def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str, rounding: float) -> None:
     batch = engine.schedule(prompts)
     stock, fast = Answer.of(engine, batch, "off"), Answer.of(engine, batch, "on")
     assert fast.path == outcome
-    found = fast.beside(stock)
+    found = fast.beside(stock, rounding)
     if outcome == counters.TAIL_SKIPPED:
         assert found["cache_error"] <= LARGEST_CACHE_ERROR, found
         return
@@ -101,13 +114,13 @@ def outcome_of(name: str, *, captured: bool) -> str:
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.usefixtures("eager")
-def test_eager(engine: Engine, name: str) -> None:
-    assert_alike(engine, BATCHES[name], outcome_of(name, captured=False))
+def test_eager(engine: Engine, rounding: float, name: str) -> None:
+    assert_alike(engine, BATCHES[name], outcome_of(name, captured=False), rounding)
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_replayed(engine: Engine, tail: TailGraphs, name: str) -> None:
-    assert_alike(engine, BATCHES[name], outcome_of(name, captured=True))
+def test_replayed(engine: Engine, rounding: float, tail: TailGraphs, name: str) -> None:
+    assert_alike(engine, BATCHES[name], outcome_of(name, captured=True), rounding)
 
 
 # ---------------------------------------------------------------- waits and launches
@@ -191,7 +204,7 @@ def test_what_the_capture_costs(engine: Engine, eager: None) -> None:
 
 
 def test_a_capture_that_fails_leaves_a_working_device(
-    engine: Engine, eager: None, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, rounding: float, eager: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What CUDA refuses while it captures: a value that the host waits for."""
     stock = TailGraphs._tail
@@ -209,13 +222,13 @@ def test_a_capture_that_fails_leaves_a_working_device(
     assert state.report["tail"].startswith("eager (capturing failed")
     torch.zeros(64 << 20, device="cuda").sum().item()
     torch.multinomial(torch.rand(1, 100, device="cuda"), 1).item()  # as tokens are sampled
-    assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_EAGER)
+    assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_EAGER, rounding)
     start.set_up(engine.runner, state)
     assert captured_by(engine)
-    assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_CAPTURED)
+    assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_CAPTURED, rounding)
 
 
-def test_decode_steps_after_a_replay(engine: Engine, tail: TailGraphs) -> None:
+def test_decode_steps_after_a_replay(engine: Engine, rounding: float, tail: TailGraphs) -> None:
     """They read the K and V that were written before it."""
     prompts, steps = batch_of((0, 600), (512, 40)), tokens(random.Random(0), 4)
     logits = {}
@@ -227,4 +240,4 @@ def test_decode_steps_after_a_replay(engine: Engine, tail: TailGraphs) -> None:
                 engine.decode(batch, [token] * 2).next_token_logits.double() for token in steps
             ]
     for wanted, got in zip(logits["0"], logits["1"], strict=True):
-        assert torch.nn.functional.cosine_similarity(wanted, got, dim=-1).min() > LEAST_COSINE
+        assert find_distance(got, wanted) <= ALLOWED * rounding

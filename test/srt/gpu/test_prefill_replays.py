@@ -21,7 +21,7 @@ from harness.batches import batch_of
 if os.environ.get("YOCO_TEST_GPU") != ("1" if torch.cuda.is_available() else "cpu"):
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
-from harness.replayed_answers import Answer
+from harness.replayed_answers import Answer, find_rounding
 from scripts.bench.bench_prefill import (
     OFF_REPLAYED,
     ON_REPLAYED,
@@ -73,6 +73,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return engine
 
 
+@pytest.fixture(scope="module")
+def rounding(engine: Engine) -> float:
+    """How far stock's own answers are from each other."""
+    return find_rounding(engine)
+
+
 def answers(engine: Engine, prompts: Sequence[Prompt], *ways: str) -> list[Answer]:
     """What the batch gives in these ways."""
     batch = engine.schedule(prompts)
@@ -82,15 +88,15 @@ def answers(engine: Engine, prompts: Sequence[Prompt], *ways: str) -> list[Answe
     return found
 
 
-def assert_right(answer: Answer, wanted: Answer) -> None:
+def assert_right(answer: Answer, wanted: Answer, rounding: float) -> None:
     must_have_spread(wanted.logits)
-    found = answer.beside(wanted)
+    found = answer.beside(wanted, rounding)
     print(found)
     assert found["right"], found
 
 
 def assert_same(answer: Answer, wanted: Answer) -> None:
-    found = answer.beside(wanted)
+    found = answer.beside(wanted, rounding=0.0)
     assert found["same_cache"], found
     assert found["same_logits"], found
 
@@ -103,9 +109,9 @@ def test_sglang_captures_them(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_stock_replayed_is_stock_eager(engine: Engine, name: str) -> None:
+def test_stock_replayed_is_stock_eager(engine: Engine, rounding: float, name: str) -> None:
     eager, replayed = answers(engine, BATCHES[name], "off", OFF_REPLAYED)
-    assert_right(replayed, eager)
+    assert_right(replayed, eager, rounding)
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -129,15 +135,15 @@ def exits(engine: Engine, setting: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.usefixtures("exits")
-def test_it_leaves_at_the_exit(engine: Engine, name: str) -> None:
+def test_it_leaves_at_the_exit(engine: Engine, rounding: float, name: str) -> None:
     """As the eager cut; and up to the exit it is the very graph that stock replays."""
     # The exit first: the tail's inputs are still another batch's then.
     replayed, eager, stock = answers(engine, BATCHES[name], ON_REPLAYED, "on", OFF_REPLAYED)
     assert eager.path == counters.TAIL_CAPTURED
     assert replayed.path == counters.EXIT_CAPTURED
-    assert_right(replayed, eager)
-    assert_right(replayed, stock)
-    assert replayed.beside(stock)["same_cache"]
+    assert_right(replayed, eager, rounding)
+    assert_right(replayed, stock, rounding)
+    assert replayed.beside(stock, rounding)["same_cache"]
 
 
 @pytest.mark.parametrize("ways", [(OFF_REPLAYED,), (OFF_REPLAYED, "on", ON_REPLAYED)])

@@ -7,12 +7,45 @@ from typing import Any
 
 import torch
 
+from harness.batches import batch_of
 from scripts.bench import bench_prefill
+from sglang_gemma4_reference.engine import Prompt
 from sglang_gemma4_yoco import counters
 
-# Of bf16: a wrong row, key or weight is off by far more.
-LEAST_COSINE = 0.9999
+#: How much farther than stock's own rounding an answer may be from stock's.
+ALLOWED = 2.0
+#: Of K and V. Stock's own replays of a padded bucket are up to 0.012 from its eager layers (H200).
 LARGEST_CACHE_ERROR = 0.02
+#: Of the prompts whose rounding is found. In longer ones a decode step of Triton's sees a key fewer
+#: in its window of 512 than a prefill does.
+ROUNDED = (40, 257, 300, 511)
+
+
+def find_distance(logits: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the largest |logits - wanted| / |wanted| of a row; both are [B, vocabulary]."""
+    distances = (logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    return float(distances.max())
+
+
+def find_rounding(engine: Any) -> float:
+    """Return the largest distance between two answers of stock that differ by rounding alone.
+
+    A prompt's last token is computed among the others of its prefill, and by a decode step after
+    them. A decode step runs the kernels of one row, as the tail does, in all layers. For example,
+    a prompt of 300 tokens is a prefill of 300 rows, or one of 299 and a decode step.
+    """
+    distances = []
+    for length in ROUNDED:
+        [prompt] = batch_of((0, length))
+        whole = engine.schedule([prompt])
+        _, wanted = bench_prefill.timed(engine, whole, "off")
+        wanted = wanted.double()
+        but_last = engine.schedule([Prompt((), prompt.new[:-1])])
+        bench_prefill.timed(engine, but_last, "off")
+        step = engine.decode(but_last, prompt.new[-1:])
+        distances.append(find_distance(step.next_token_logits.double(), wanted))
+    print(f"distance of stock's decode step from its prefill: {distances}")
+    return max(distances)
 
 
 @dataclass(frozen=True)
@@ -21,7 +54,7 @@ class Answer:
 
     Attributes:
         path: what the package reports of it.
-        logits: [1, vocabulary], in double precision.
+        logits: [B, vocabulary], in double precision.
         cache: K and V of each layer with some, at the slots that were written.
     """
 
@@ -37,19 +70,24 @@ class Answer:
         logits = bench_prefill.timed(engine, batch, way)[1].double()
         return cls(", ".join(counters.forwards), logits, engine.written(batch))
 
-    def beside(self, other: Answer) -> dict[str, Any]:
-        """How far it is from another one, which counts as right."""
+    def beside(self, other: Answer, rounding: float) -> dict[str, Any]:
+        """Return how far it is from ``other``, which is right, and whether that is rounding.
+
+        Args:
+            other: what stock gave, or the same way with other kernels.
+            rounding: of this model and device; see ``find_rounding``.
+        """
         errors = []
         for one, wanted in zip(self.cache, other.cache, strict=True):
             error = (one.double() - wanted.double()).norm() / wanted.double().norm()
             errors.append(float(error))
-        cosines = torch.nn.functional.cosine_similarity(self.logits, other.logits, dim=-1)
         found = {
-            "cosine": float(cosines.min()),
+            "distance": find_distance(self.logits, other.logits),
+            "rounding": rounding,
             "cache_error": float(torch.tensor(errors).max()),  # of which one may be NaN
             "same_logits": torch.equal(self.logits, other.logits),
             "same_cache": all(map(torch.equal, self.cache, other.cache)),
         }
         # Comparisons with what is no number are false.
-        right = found["cosine"] > LEAST_COSINE and found["cache_error"] <= LARGEST_CACHE_ERROR
-        return found | {"right": right}
+        is_near = found["distance"] <= ALLOWED * rounding
+        return found | {"right": is_near and found["cache_error"] <= LARGEST_CACHE_ERROR}

@@ -39,3 +39,12 @@ def test_times_are_reported_by_mean_and_percentiles() -> None:
     line = bench_latency.describe_run(runs[0] | {"batches": bench_latency.batch_sizes(LOG)})
     assert "first token after 200 ms (mean; median 100, p95 650, p99 1010)" in line
     assert "requests of a prefill: 2.0 (mean of 2)" in line
+
+
+def test_without_a_text_no_time_is_reported() -> None:
+    """Dummy weights answer with special tokens, which have no text."""
+    run: dict[str, Any] = {"duration": 9.0, "output_throughput": 5.0, "batches": {}}
+    runs = [run | {"ttfts": [0.0, 0.0], "itls": [[], []]}]
+    found = bench_latency.summed_up(runs)
+    assert (found["ttft_ms"], found["itl_ms"]) == (None, None)
+    assert bench_latency.describe_run(runs[0]) == "9.00 s"

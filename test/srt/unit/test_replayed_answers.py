@@ -13,6 +13,7 @@ from harness.replayed_answers import Answer
 # K and V of one layer.
 LAYER = torch.ones(2, 1, 3)
 RIGHT = Answer("active", torch.arange(4.0)[None].double(), [LAYER, LAYER])
+ROUNDING = 0.01
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,8 @@ RIGHT = Answer("active", torch.arange(4.0)[None].double(), [LAYER, LAYER])
     [
         ({}, True, True),
         ({"cache": [LAYER, LAYER + 1e-3]}, True, False),  # rounding
+        ({"logits": RIGHT.logits * (1 + 1.9 * ROUNDING)}, True, True),  # twice is allowed
+        ({"logits": RIGHT.logits * (1 + 2.1 * ROUNDING)}, False, True),
         ({"logits": torch.tensor([[3.0, 2.0, 1.0, 0.0]]).double()}, False, True),
         ({"logits": torch.full((1, 4), torch.nan).double()}, False, True),
         ({"cache": [LAYER, torch.tensor([[[1.0, 1, 1]], [[1.0, 1, 1.1]]])]}, False, False),
@@ -28,6 +31,6 @@ RIGHT = Answer("active", torch.arange(4.0)[None].double(), [LAYER, LAYER])
     ],
 )
 def test_answers(other: dict[str, Any], right: bool, same_cache: bool) -> None:
-    found = replace(RIGHT, **other).beside(RIGHT)
+    found = replace(RIGHT, **other).beside(RIGHT, ROUNDING)
     assert (found["right"], found["same_cache"]) == (right, same_cache)
     assert found["same_logits"] is ("logits" not in other)
