@@ -39,8 +39,7 @@ imported in compat/, and by commands that an operator runs, and nowhere else. co
         published.py       two helpers for code that cuts a batch itself
     prefill_exits/     exits from SGLang's captured prefills
         exit_setup.py      SGLang's capture is repaired, and exits are opened after a check
-        graph_exits.py     exit points are noted; a graph is left there, and the tail replayed
-        text_inputs.py     what the text model is given for a prompt of text
+        graph_exits.py     a graph is left at its exit point, and the tail replayed
     checking/          does it give what stock gives, on this machine and with these weights?
         start.py           once, before it serves
         audit.py           every N-th prefill once more as stock, while it serves

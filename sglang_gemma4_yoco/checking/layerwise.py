@@ -336,10 +336,10 @@ def zero_slots(cached: CachedTokens, otherwise: KeysAndValues) -> Iterator[None]
 
 
 def compare_keys_and_values(
-    layer: int, expected: KeysAndValues, found: KeysAndValues, where: str = "in the pool"
+    layer: int, expected: KeysAndValues, found: KeysAndValues
 ) -> list[Difference]:
-    """K and V of a layer compared, each [rows, kv_heads, head_dim]."""
-    place = f"of layer {layer} {where}"
+    """K and V of a layer in the pool compared, each [rows, kv_heads, head_dim]."""
+    place = f"of layer {layer} in the pool"
     return [
         rounding.compare(f"keys {place}", expected[0], found[0], _OF_KEYS),
         rounding.compare(f"values {place}", expected[1], found[1], _OF_KEYS),

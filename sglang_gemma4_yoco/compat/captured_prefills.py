@@ -1,9 +1,14 @@
-"""SGLang's captured prefills: how their capture is repaired, and what its graphs consist of."""
+"""SGLang's captured prefills: how their capture is repaired, and how a graph is left at its exit.
+
+SGLang 0.5.22 and 0.5.23 cannot capture prefills of E2B and E4B: two layers that share K and V count
+as an error, and a multimodal model is captured with ids and embeddings at once (``docs/upstream``
+has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server does not start.
+"""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
@@ -14,13 +19,30 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
 )
 from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope
 
-from sglang_gemma4_yoco.compat import server
+from sglang_gemma4_yoco.compat import layers, server
 from sglang_gemma4_yoco.replaced import replaced
 
 #: Its CUDA graph backend that captures prefills in segments, with attentions between them.
 BREAKABLE = "breakable"
-#: Why capturing prefills ends a server of a model with shared layers; docs/upstream has a report.
+#: Why capturing prefills ends a server of a model with shared layers.
 SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
+# Where the configuration of a multimodal model has the ids that stand for media.
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+# Where a graph of SGLang's has its exit point.
+_POINT_ENTRY = "_yoco_exit_point"
+
+
+class ExitPoint(NamedTuple):
+    """Where a captured prefill can be left: before the attention of layer S-1.
+
+    The tensors are those that Python held there when SGLang captured. The graph keeps their memory,
+    and later segments overwrite it.
+    """
+
+    segments: int  # of the graph that run before it
+    rows: torch.Tensor  # [bucket, hidden], the residual at the input of layer S-1
+    keys: torch.Tensor  # [bucket, kv_heads, head_dim], that layer's
+    values: torch.Tensor
 
 
 def are_named() -> bool:
@@ -30,68 +52,83 @@ def are_named() -> bool:
 
 
 @contextmanager
-def index_shared_layers() -> Iterator[None]:
-    """In the ``with`` block SGLang leaves attention layers unindexed where two have the same id.
+def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None]:
+    """In the ``with`` block SGLang can capture prefills of text; each graph gets an exit point.
 
-    In 0.5.22 a break then finds the donor, which has the same heads, window and scale.
+    Args:
+        model: a ``Gemma4TextModel``.
+        config: of the multimodal model around it.
+        attention: the ``RadixAttention`` of layer S-1.
     """
-    stock = cuda_graph_setup.index_attention_layers_by_global_id
+    stock, attend = model.forward, attention.forward
 
-    def tolerant(attention_layers: Any, companions: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return stock(attention_layers, companions, *args, **kwargs)
-        except ValueError:
-            return attention_layers, companions
+    def leave_unindexed(attentions: Any, companions: Any, *_: Any) -> Any:
+        # In 0.5.22 a break then finds the donor, which has the same heads, window and scale.
+        return attentions, companions
 
-    with replaced(cuda_graph_setup, index_attention_layers_by_global_id=tolerant):
+    @functools.wraps(stock)  # SGLang reads its parameters
+    def from_ids(
+        input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **kwargs: Any
+    ) -> Any:
+        if input_ids is not None:  # then embeddings beside them are not read
+            input_embeds, kwargs["per_layer_inputs"] = embed_text(model, config, input_ids)
+        return stock(None, positions, forward_batch, input_embeds, **kwargs)
+
+    def noting(q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        heads = (-1, attention.tp_k_head_num, attention.head_dim)
+        _note_exit_point(layers.get_residual(forward_batch), k.view(heads), v.view(heads))
+        return attend(q, k, v, forward_batch, *args, **kwargs)
+
+    with (
+        replaced(cuda_graph_setup, index_attention_layers_by_global_id=leave_unindexed),
+        replaced(model, forward=from_ids),
+        replaced(attention, forward=noting),
+    ):
         yield
 
 
-def take_ids(
-    forward: Callable[..., Any], embed: Callable[[torch.Tensor], tuple[Any, Any]]
-) -> Callable[..., Any]:
-    """``Gemma4TextModel.forward``, which makes the inputs of ids by ``embed``.
-
-    Embeddings that it is given beside ids are not read.
-    """
-
-    @functools.wraps(forward)  # SGLang reads its parameters
-    def of_ids(
-        input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **kwargs: Any
-    ) -> Any:
-        if input_ids is not None:
-            input_embeds, kwargs["per_layer_inputs"] = embed(input_ids)
-        return forward(None, positions, forward_batch, input_embeds, **kwargs)
-
-    return of_ids
-
-
-def get_graph_being_captured() -> Any | None:
-    """The graph whose segments are being captured now; None in warm-ups and forwards."""
+def _note_exit_point(*tensors: torch.Tensor) -> None:
+    """Make the next break the exit point of the graph that is being captured, if one is."""
     capture = _current_capture_var.get()
-    if capture is None:
-        return None
-    return capture.cuda_graph
+    if capture is None:  # a warm-up, or a decode step
+        return
+    graph = capture.cuda_graph
+    segments = len(graph._break_fns) + 1
+    setattr(graph, _POINT_ENTRY, ExitPoint(segments, *map(_weak_ref_if_tensor, tensors)))
 
 
-def note_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
-    """Segments before the next break of a graph that is being captured, and views of tensors.
+def embed_text(model: Any, config: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Embed text as SGLang's multimodal model does eagerly; can be captured.
 
-    The graph alone keeps their memory.
+    Ids that stand for media, of a literal ``<image>`` in a text, have the per-layer embeddings of
+    the padding.
+
+    Args:
+        ids: [T].
+
+    Returns:
+        The embeddings [T, hidden], and the per-layer ones [T, layers, width], if there are any.
     """
-    return len(graph._break_fns) + 1, *map(_weak_ref_if_tensor, tensors)
+    embeds = model.embed_tokens(ids)
+    for name in _PLACEHOLDERS:
+        placeholder = getattr(config, name, None)
+        if placeholder is not None:
+            ids = ids.masked_fill(ids == placeholder, config.text_config.pad_token_id)
+    return embeds, model.get_per_layer_inputs(ids)
+
+
+def replay_to_exit(graph: Any) -> ExitPoint:
+    """Run the segments before the exit point, and the breaks between them; return that point."""
+    point: ExitPoint = getattr(graph, _POINT_ENTRY)
+    first = BreakableCUDAGraph()
+    first._segments = graph._segments[: point.segments]
+    first._break_fns = graph._break_fns[: point.segments - 1]
+    with graph_pool_replay_scope():
+        first.replay()
+    return point
 
 
 def list_graphs(prefills: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
     """By bucket the graph, and its output [bucket, hidden], which the next replay overwrites."""
     backend = prefills.backend
     return {bucket: (graph, backend._outputs[bucket]) for bucket, graph in backend._graphs.items()}
-
-
-def replay_first_segments(graph: Any, segments: int) -> None:
-    """Run the first segments of a graph and the breaks between them, as SGLang runs all."""
-    first = BreakableCUDAGraph()
-    first._segments = graph._segments[:segments]
-    first._break_fns = graph._break_fns[: segments - 1]
-    with graph_pool_replay_scope():
-        first.replay()

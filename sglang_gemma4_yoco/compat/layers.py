@@ -42,12 +42,9 @@ def is_plain_linear(projection: Any) -> bool:
     )
 
 
-def get_written_residual(forward_batch: Any) -> torch.Tensor | None:
-    """Return the residual [T, hidden] in a layer of this batch; None while an update is pending."""
-    stream = forward_batch.residual_stream
-    if stream is None or stream.pending is not None:
-        return None
-    residual: torch.Tensor | None = stream.residual
+def get_residual(forward_batch: Any) -> torch.Tensor:
+    """Return the residual [T, hidden] at the attention of a layer of this batch."""
+    residual: torch.Tensor = residual_batch.written_residual(forward_batch)
     return residual
 
 

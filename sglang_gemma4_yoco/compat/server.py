@@ -82,14 +82,10 @@ def get_cuda_graph_backend(of: str) -> str | None:
 
 def get_captured_prefills(runner: Any) -> Any | None:
     """What replays captured prefills of ``runner``. SGLang may leave out what the flags ask for."""
-    if runs_prefills_eagerly(runner):
+    prefills = getattr(runner, "prefill_cuda_graph_runner", None)
+    if isinstance(prefills, EagerRunner):
         return None
-    return getattr(runner, "prefill_cuda_graph_runner", None)
-
-
-def runs_prefills_eagerly(runner: Any) -> bool:
-    """Whether SGLang has come to run all prefills eagerly where it could capture them."""
-    return isinstance(getattr(runner, "prefill_cuda_graph_runner", None), EagerRunner)
+    return prefills
 
 
 def wait_for_device(device: str) -> None:

@@ -70,7 +70,6 @@ def _start_state(runner: Any, model: Any) -> None:
     state = ModelState(model, registry.find_kind(model), reason, attention)
     state.attach(plan.plan_batch)
     state.on_close(partial(lifecycle.drop_tail, state, lifecycle.NOT_YET))
-    state.on_close(partial(exit_setup.drop_captured_prefills, runner))
     if reason is None:
         _note_untested()
         _compile_kernels(state)
@@ -196,7 +195,7 @@ def restore_generators(device: str) -> Iterator[None]:
 
 
 def set_up(runner: Any, state: ModelState) -> None:
-    """Capture the tail; and, the first time, compare the model with stock."""
+    """Capture the tail; and, the first time, compare the model with stock, and exits."""
     # At a recapture the server serves already. SGLang's scheduler, which captures between two
     # batches, may have launched the last one on another stream: nothing is freed, zeroed or
     # used below before it has run.
@@ -205,8 +204,8 @@ def set_up(runner: Any, state: ModelState) -> None:
     checked = None
     if not state.serves:
         checked = _check_start(runner, state)
-    if state.unsupported is None:
-        exit_setup.open_exits(runner, state)
+        if state.unsupported is None:
+            exit_setup.open_exits(runner, state)
     state.serves = True
     if state.unsupported is not None:
         return

@@ -10,7 +10,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,21 +225,3 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
     with model.layers[FIRST_CUT - 1].register_forward_hook(pad, with_kwargs=True):
         assert_refused_late(engine, cut.OTHER_ROWS)
     assert len(padded) == 1
-
-
-def test_rows_that_a_stream_has_written_are_the_residual() -> None:
-    """The package cuts where all of the residual is in the rows: on SGLang's streams."""
-    from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
-    from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
-
-    def written(stream: Any) -> Any:
-        return compat.layers.get_written_residual(SimpleNamespace(residual_stream=stream))
-
-    rows, residual, stream = torch.ones(3, 4), torch.ones(3, 4), ResidualStream()
-    assert written(None) is None
-    stream.write(rows)
-    assert written(stream) is rows
-    _, owed = ResidualStream.from_handoff(rows, residual, PLAIN_ADD)
-    assert written(owed) is None
-    owed.write(residual)
-    assert written(owed) is residual

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from sglang.srt.environ import envs
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 from sglang.srt.model_executor.runner_utils import pool
-from sglang.srt.models import gemma4_mm
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -45,14 +43,10 @@ from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.checking import exit_check, rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
+from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core import eligibility, plan, ranks
-from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits, text_inputs
-from sglang_gemma4_yoco.prefill_exits.graph_exits import (
-    EXITS_ENTRY,
-    ExitForward,
-    ExitPoint,
-    PrefillGraphExits,
-)
+from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits
+from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward, PrefillGraphExits
 from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = [
@@ -87,7 +81,7 @@ def engine(captured_engine: Engine) -> Iterator[Engine]:
     state.unsupported, state.failures_in_a_row = None, 0
     if state.captured is None:
         record_tail(captured_engine, ROWS)
-    elif not exits_of(captured_engine).are_open:
+    if not exits_of(captured_engine).are_open:
         reopened(captured_engine)
     assert exits_of(captured_engine).are_open
 
@@ -216,8 +210,8 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
     state = state_of(engine)
     with caplog.at_level(logging.INFO), found_by_exits() as compared:
         assert reopened(engine) == ""
-    assert [call.args[1].runner is None for call in compared.call_args_list] == [True, False]
-    line = f"exits from captured prefills are open after segment {TO_THE_EXIT} (4 buckets of up to"
+    assert compared.call_count == 1
+    line = f"exits from captured prefills are open after segment {TO_THE_EXIT}"
     assert line in caplog.text
     found = state.report["exits_check"]
     assert found["largest_difference"] <= 0.2 * found["allowed"]
@@ -227,24 +221,34 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
 @contextmanager
 def another_exit(change: Callable[[ExitPoint], ExitPoint]) -> Iterator[None]:
     """The residual at an exit is not what it should be."""
-    stock = graph_exits.replay_to_exit
-    with mock.patch.object(graph_exits, "replay_to_exit", lambda graph: change(stock(graph))):
+    prefills = compat.captured_prefills
+    stock = prefills.replay_to_exit
+    with mock.patch.object(prefills, "replay_to_exit", lambda graph: change(stock(graph))):
         yield
 
 
 def larger_values(point: ExitPoint) -> ExitPoint:
-    return replace(point, values=point.values * 1.001)
+    return point._replace(values=point.values * 1.001)
 
 
 WRONG: dict[str, Callable[[], Any]] = {
-    "rows": lambda: another_exit(lambda p: replace(p, rows=p.rows.roll(1, 0))),
-    "values for keys": lambda: another_exit(lambda p: replace(p, keys=p.values, values=p.keys)),
+    "rows": lambda: another_exit(lambda p: p._replace(rows=p.rows.roll(1, 0))),
+    "values for keys": lambda: another_exit(lambda p: p._replace(keys=p.values, values=p.keys)),
     "values": lambda: another_exit(larger_values),
     "no keys written": lambda: mock.patch.object(compat.pools, "write_keys_and_values"),
-    "embeddings": lambda: mock.patch.object(ExitForward, "fill", lambda _, b, __: b.embeds.zero_()),
+    "embeddings": lambda: mock.patch.object(ExitForward, "embed", no_embeddings),
     "tail": lambda: mock.patch.object(graphs.TailGraphs, "replay", larger_rows),
 }
 _replay = graphs.TailGraphs.replay
+_embed = ExitForward.embed
+
+
+def no_embeddings(self: ExitForward, ids: torch.Tensor, index: torch.Tensor) -> dict[str, Any]:
+    """In the forward itself, which takes the ids from SGLang's static batch."""
+    inputs = _embed(self, ids, index)
+    if ids is self.batch.input_ids:
+        inputs["embeds"].zero_()
+    return inputs
 
 
 def larger_rows(self: graphs.TailGraphs, bucket: int) -> torch.Tensor:
@@ -281,7 +285,7 @@ def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
     def write(main: Any, tail: Any, attention: Any, batch: Any, k: Any, v: Any) -> None:
         stock(main, tail, attention, batch, k, v)
         table = engine.runner.req_to_token_pool.req_to_token
-        first = table[batch.req_pool_indices[-1], :1].long()  # of a prefix
+        first = table[batch.req_pool_indices[0], :1].long()  # of a prefix
         token = compat.pools.get_cached_tokens(tail, attention.layer_id, first)
         token.keys[token.slots] += 1
 
@@ -291,10 +295,15 @@ def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
 
 def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
     """What was not compared is not open, nor where comparing failed."""
-    failing = [(ExitForward, "fast"), (exit_check, "compare_exit"), (SyntheticRequests, "run")]
-    for owner, name in failing:
+    for owner, name in ((ExitForward, "fast"), (exit_check, "compare_exit")):
         with mock.patch.object(owner, name, side_effect=InjectedError):
             assert exit_check.NOT_TAKEN in reopened(engine)
+    with (
+        mock.patch.object(SyntheticRequests, "run", side_effect=InjectedError),
+        pytest.raises(InjectedError),
+    ):
+        reopened(engine)
+    assert_closed(engine)
 
 
 def test_the_check_takes_buckets_of_any_size(
@@ -314,42 +323,18 @@ def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> Non
         del state.captured._batches[rows]
     with found_by_exits() as compared:
         assert reopened(engine) == ""
-    assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [3, 1]
+    assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [1]
     lifecycle.drop_tail(state, "fewer rows")
 
 
-def test_chunks_that_are_not_marked(engine: Engine) -> None:
-    """As in SGLang 0.5.22: prompts that finish are tried alone; one of the two must be."""
+def test_a_tail_that_is_not_captured(engine: Engine) -> None:
+    """Chunks leave then; where they are not marked, as in SGLang 0.5.22, nothing does."""
+    lifecycle.drop_tail(state_of(engine), "no rows")
+    with found_by_exits() as compared:
+        assert reopened(engine) == ""
+    assert [call.args[1].runner for call in compared.call_args_list] == [None]
     with replaced(compat.batch, MARKS_CHUNKS=False):
-        with found_by_exits() as compared:
-            assert reopened(engine) == ""
-        assert compared.call_count == 1
-        lifecycle.drop_tail(state_of(engine), "no rows")
         assert exit_check.NOT_TAKEN in reopened(engine)
-
-
-def test_graphs_that_were_not_repaired(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As on a release that is newer than those whose graphs are known: they run to their end."""
-    monkeypatch.delattr(engine.runner.prefill_cuda_graph_runner, EXITS_ENTRY)
-    exit_setup.open_exits(engine.runner, state_of(engine))
-    assert state_of(engine).report["exits"] == f"closed: {exit_setup.NOT_REPAIRED}"
-    [line] = caplog.records
-    assert line.levelno == logging.WARNING
-    assert exit_setup.NOT_REPAIRED in line.getMessage()
-
-
-def test_prefills_that_are_not_captured(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """SGLang may leave out what it cannot capture: an operator who has named it is told."""
-    runner, state = engine.runner, state_of(engine)
-    with replaced(runner, prefill_cuda_graph_runner=runner.eager_runner):
-        exit_setup.open_exits(runner, state)
-        with mock.patch.object(compat.captured_prefills, "are_named", return_value=False):
-            exit_setup.open_exits(runner, state)
-    [line] = caplog.messages
-    assert exit_setup.NOT_CAPTURED in line
-    assert state.report["exits"] == f"closed: {exit_setup.NOT_CAPTURED}"
 
 
 # ---------------------------------------------------------------- audited
@@ -381,77 +366,28 @@ def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Differen
     return rounding.find_worst(found), seen
 
 
-def test_keys_that_another_run_has_written_are_not_compared(engine: Engine) -> None:
-    """Where SGLang's graph writes none, those that the exit has written are not taken for its."""
-    pool, compare = type(engine.runner.token_to_kv_pool), exit_check.compare_exit
-
-    def without_writing(forward: ExitForward, *given: Any) -> list[rounding.Difference]:
-        with mock.patch.object(pool, "set_kv_buffer"):
-            return compare(forward, *given)
-
-    with mock.patch.object(exit_check, "compare_exit", without_writing):
-        worst, _ = audited(engine, engine.schedule(FULL))
-    assert not worst.is_rounding
-    assert "in the pool" in worst.what
-
-
 # ---------------------------------------------------------------- opened, and closed
-
-
-@contextmanager
-def captured_anew(engine: Engine) -> Iterator[None]:
-    """Other graphs for the span."""
-    runner = engine.runner
-    before = runner.prefill_cuda_graph_runner
-    try:
-        with torch.no_grad():
-            runner.init_prefill_cuda_graph()
-        yield
-    finally:
-        runner.prefill_cuda_graph_runner = before
-        reopened(engine)
-
-
-def test_a_residual_that_is_owed_an_update(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The tensor at such an exit is not the residual."""
-    pending = mock.patch.object(compat.layers, "get_written_residual", return_value=None)
-    with pending, captured_anew(engine):
-        assert exit_setup.NO_POINT in state_of(engine).report["exits"]
-        assert exit_setup.NO_POINT in caplog.text
-        assert_closed(engine)
 
 
 def test_rows_that_are_not_written_are_numbers(engine: Engine) -> None:
     """SGLang's memory for them may hold anything, and what is multiplied by zero must be one."""
-    list_graphs = compat.captured_prefills.list_graphs
-
-    def uninitialised(prefills: Any) -> Any:
-        found = list_graphs(prefills)
-        for _, output in found.values():
-            output.fill_(torch.nan)
-        return found
-
-    filled = mock.patch.object(compat.captured_prefills, "list_graphs", uninitialised)
-    with filled, settings_changed(self_check=False), captured_anew(engine):
-        run(engine, engine.schedule(FULL), fast=True)
-        outputs = list_graphs(engine.runner.prefill_cuda_graph_runner).values()
-        assert all(output.isfinite().all() for _, output in outputs)
+    outputs = [output for _, output in exits_of(engine).graphs.values()]
+    for output in outputs:
+        output.fill_(torch.nan)
+    with settings_changed(self_check=False):
+        assert reopened(engine) == ""
+    assert all(output.isfinite().all() for output in outputs)
 
 
 def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank with other buckets, another exit or another finding would leave alone."""
+    """A rank with another finding would leave alone."""
     compared: list[str] = []
     monkeypatch.setattr(ranks, "find_difference", lambda found: compared.append(found))
-    reopened(engine)
-    where = f"after segment {TO_THE_EXIT} (4 buckets of up to 128 tokens)"
-    assert compared == [f"exits: {where}, True", "exits agree with stock: True"]
-    for finding in ("exits: ", "exits agree"):
-        differs = lambda found: ranks.NOT_ALIKE if finding in found else None  # noqa: B023, E731
-        monkeypatch.setattr(ranks, "find_difference", differs)
-        assert ranks.NOT_ALIKE in reopened(engine)
-        assert_closed(engine)
+    assert reopened(engine) == ""
+    assert compared == ["exits agree with stock: True"]
+    monkeypatch.setattr(ranks, "find_difference", lambda _: ranks.NOT_ALIKE)
+    assert ranks.NOT_ALIKE in reopened(engine)
+    assert_closed(engine)
     monkeypatch.undo()
 
 
@@ -497,61 +433,6 @@ def test_the_repair_lasts_while_sglang_captures(
     assert not any(patched())
 
 
-def eager_model_with_another() -> Any:
-    """An SGLang whose eager model takes one id more from the padding."""
-    model = gemma4_mm.Gemma4ForConditionalGeneration
-    stock = model.get_per_layer_inputs
-
-    def get_per_layer_inputs(self: Any, ids: torch.Tensor) -> Any:
-        return stock(self, ids.masked_fill(ids == self.config.boi_token_id, 0))
-
-    return mock.patch.object(model, "get_per_layer_inputs", get_per_layer_inputs)
-
-
-OTHERWISE: dict[str, Callable[[], Any]] = {
-    "an id is missed": lambda: mock.patch.object(text_inputs, "_PLACEHOLDERS", ("image_token_id",)),
-    "SGLang has another": eager_model_with_another,
-    "it fails": lambda: mock.patch.object(
-        text_inputs, "get_given_inputs", side_effect=InjectedError
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "otherwise",
-    [pytest.param("an id is missed", marks=pytest.mark.release), "SGLang has another", "it fails"],
-)
-def test_graphs_that_make_other_inputs_are_not_used(
-    engine: Engine, caplog: pytest.LogCaptureFixture, otherwise: str
-) -> None:
-    """Prefills run eagerly then, and are cut."""
-    with OTHERWISE[otherwise](), captured_anew(engine):
-        assert engine.runner.prefill_cuda_graph_runner is None
-        assert exit_setup.OTHER_INPUTS in caplog.text
-        assert state_of(engine).report["exits"].startswith("closed: ")
-        counters.forwards.clear()
-        engine.forward(engine.schedule(FULL))
-        assert counters.forwards == {counters.TAIL_EAGER: 1}
-
-
-@pytest.mark.parametrize("differs", [True, False])
-def test_several_ranks_use_these_graphs_or_none(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, differs: bool
-) -> None:
-    """What another rank finds counts; a failure is raised, since the others wait."""
-    monkeypatch.setattr(compat.server, "is_single_rank", lambda: False)
-    if differs:
-        found = {"inputs: True": ranks.NOT_ALIKE}
-        monkeypatch.setattr(ranks, "find_difference", found.get)
-        with captured_anew(engine):
-            assert engine.runner.prefill_cuda_graph_runner is None
-    else:
-        monkeypatch.setattr(text_inputs, "get_given_inputs", mock.Mock(side_effect=InjectedError))
-        with pytest.raises(InjectedError), captured_anew(engine):
-            pass
-    monkeypatch.undo()
-
-
 def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
     """Nothing else would keep media out of them."""
     runner, state = engine.runner, state_of(engine)
@@ -562,4 +443,4 @@ def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
     finally:
         runner.prefill_cuda_graph_runner = before
         state.attach(plan.plan_batch)
-        state.on_close(partial(exit_setup.drop_captured_prefills, runner))
+        state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))

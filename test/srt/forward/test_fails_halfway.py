@@ -218,9 +218,12 @@ def set_up(engine: Engine, part: str) -> None:
     with ExitStack() as without:
         if part != "capture":
             without.enter_context(mock.patch.object(lifecycle, "capture_tail"))
+        if part in ("check", "exits"):
+            state.serves = False
         if part == "check":
             state.report.pop("check", None)
-            state.serves = False
+        else:
+            without.enter_context(mock.patch.object(start, "_check_start", return_value=None))
         if part != "exits":
             without.enter_context(mock.patch.object(exit_setup, "open_exits"))
         without.enter_context(start._serve_stock_after_failure(engine.text_model))

@@ -21,11 +21,10 @@ from harness.observe import skips_tail, without_padding
 from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP, TAIL_NOT_CAPTURED
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.prefill_exits import graph_exits
-from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitPoint
 
 BUCKETS = [16, 32, 64, 128]
 ROWS = 4  # prompts of a batch whose tail is captured
@@ -101,7 +100,7 @@ def is_replayed(rows: int) -> bool:
 @contextmanager
 def strict_exits() -> Iterator[None]:
     """A graph's memory is overwritten at its exit, except for what may be read there."""
-    stock = graph_exits.replay_to_exit
+    stock = compat.captured_prefills.replay_to_exit
 
     def replay_to_exit(graph: Any) -> ExitPoint:
         point = stock(graph)
@@ -111,7 +110,7 @@ def strict_exits() -> Iterator[None]:
         prefill.spoil(keep=[point.rows, point.keys, point.values])
         return point
 
-    with mock.patch.object(graph_exits, "replay_to_exit", replay_to_exit):
+    with mock.patch.object(compat.captured_prefills, "replay_to_exit", replay_to_exit):
         yield
 
 
