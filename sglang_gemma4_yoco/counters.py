@@ -28,6 +28,7 @@ NOT_CUT = "set up, but no prefill was cut"
 _MANY_UNSEEN = 20
 
 PARTS = COMPUTED, SKIPPED = "computed", "skipped"
+AGREES, DIFFERS = "agrees", "differs"
 
 
 @dataclass
@@ -48,8 +49,8 @@ audits = Audits()
 #: The reasons for which all batches of this server run as stock.
 server_reasons: set[str] = set()
 
-#: Called when something was counted.
-observers: list[Callable[[], None]] = []
+#: Called with what was counted: in which of the three, as what, and by how much.
+observers: list[Callable[[str, str, int], None]] = []
 # The outcomes of forwards that are counted apart.
 _not_counted: Counter[str] | None = None
 
@@ -70,14 +71,17 @@ def _count_forward(outcome: str, computed: int, skipped: int = 0) -> None:
         _not_counted[outcome] += 1
         return
     forwards[outcome] += 1
-    rows.update({COMPUTED: computed, SKIPPED: skipped})
-    _notify_observers()
+    rows[COMPUTED] += computed
+    rows[SKIPPED] += skipped
+    _notify_observers("forwards", outcome, 1)
+    _notify_observers("rows", COMPUTED, computed)
+    _notify_observers("rows", SKIPPED, skipped)
 
 
-def _notify_observers() -> None:
+def _notify_observers(name: str, label: str, number: int) -> None:
     try:
         for call in observers:
-            call()
+            call(name, label, number)
     except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
         observers.clear()
         log.log_failure("Gemma 4 fast prefill: its metrics are no longer collected", broken)
@@ -132,4 +136,5 @@ def count_audit(excess: float, *, agrees: bool) -> None:
     audits.agree += agrees
     audits.differ += not agrees
     audits.worst = max(audits.worst, excess)
-    _notify_observers()
+    _notify_observers("audits", AGREES, int(agrees))
+    _notify_observers("audits", DIFFERS, int(not agrees))

@@ -8,6 +8,7 @@ made together with these; one rank counts for its group.
 directory, and SGLang names that directory after it has loaded its plugins.
 """
 
+import functools
 import math
 import re
 from collections import Counter
@@ -33,6 +34,13 @@ _COUNTERS = {
     ),
     "rows": ("Rows of prefills, by whether the KV-shared layers have computed them.", "part"),
     "audits": ("Prefills that were run again as stock, by whether a defect was found.", "result"),
+}
+# Outcomes whose series exist from the start, at 0: in what a series begins with, Prometheus sees no
+# increase.
+_EXPECTED = {
+    *counters.CUT,
+    *(counters.FAILED, counters.UNSEEN),
+    *(SERVER_UNSUPPORTED, UNTESTED_RELEASE),
 }
 
 
@@ -142,27 +150,28 @@ def _collect_counters(labels: Mapping[str, Any]) -> None:
         "Largest error of an audited prefill, in multiples of what is rounding.",
         [*labels],
         multiprocess_mode="max",
-    )
-    collected: dict[tuple[str, str], int] = {}
+    ).labels(**labels)
 
-    def collect_what_is_new() -> None:
-        for key, number in _list_counts().items():
-            if number != collected.get(key):
-                name, own = key
-                counter = of_metrics[name].labels(*labels.values(), make_label(own))
-                counter.inc(number - collected.get(key, 0))
-                collected[key] = number
-        worst.labels(**labels).set(counters.audits.worst)
+    @functools.cache  # to find a series takes longer than to count in it
+    def find_series(name: str, own: str) -> Any:
+        return of_metrics[name].labels(*labels.values(), make_label(own))
 
-    collect_what_is_new()
-    counters.observers.append(collect_what_is_new)
+    def collect(name: str, own: str, number: int) -> None:
+        find_series(name, own).inc(number)
+        if name == "audits":
+            worst.set(counters.audits.worst)
+
+    for (name, own), number in _list_counts().items():
+        collect(name, own, number)
+    counters.observers.append(collect)
 
 
 def _list_counts() -> dict[tuple[str, str], int]:
     """All numbers, each by the name of its counter and the value of the label of its own."""
+    outcomes = _EXPECTED | counters.forwards.keys()
     return {
-        **{("forwards", outcome): number for outcome, number in counters.forwards.items()},
+        **{("forwards", outcome): counters.forwards[outcome] for outcome in outcomes},
         **{("rows", part): counters.rows[part] for part in counters.PARTS},
-        ("audits", "agrees"): counters.audits.agree,
-        ("audits", "differs"): counters.audits.differ,
+        ("audits", counters.AGREES): counters.audits.agree,
+        ("audits", counters.DIFFERS): counters.audits.differ,
     }

@@ -6,15 +6,14 @@ On two ranks, of which one counts for both; and both audit every shortened prefi
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from harness.ask import generate, tokens
 from harness.layer_rows import assert_all_fast, without_audit
+from harness.scraped import samples
 from harness.server import CHUNK, Server
 from sglang_gemma4_yoco import __version__, counters
 from sglang_gemma4_yoco.core import eligibility
@@ -38,15 +37,6 @@ def measured(ranks_server: Server) -> Server:
     assert_all_fast(map(without_audit, prefills))
     generate(ranks_server, tokens(1, seed=2))
     return ranks_server
-
-
-def samples(server: Server) -> dict[str, list[Any]]:
-    """Those of /metrics, by name."""
-    found: dict[str, list[Any]] = defaultdict(list)
-    for family in text_string_to_metric_families(server._ask("GET", "/metrics").text):
-        for sample in family.samples:
-            found[sample.name].append(sample)
-    return found
 
 
 def series(server: Server, name: str, label: str) -> dict[str, float]:
@@ -91,7 +81,7 @@ def test_server_info_has_the_same_numbers(measured: Server) -> None:
         assert state["reason"] is None
         assert "inside layer 3" in state["cut"]
         assert state["tail"].startswith("eager (")
-        assert state["forwards"] == forwards
+        assert Counter(state["forwards"]) == Counter(forwards)  # in which a zero is as none
         assert state["rows"] == series(measured, ROWS, "part")
 
 
@@ -114,18 +104,18 @@ def test_audits(measured: Server) -> None:
 def test_what_watches_the_metrics_asks_for_those_that_there_are(
     measured: Server, file: str
 ) -> None:
-    """Every name, label and outcome in a dashboard's or a rule's expressions."""
+    """Every name, label and outcome in a dashboard's or a rule's expressions; no prefill failed."""
     text = (REPO / "docs" / "monitoring" / file).read_text().replace('\\"', '"')
     named = set(re.findall(r"sglang:\w+", text))
     assert named
     measured_samples, known = samples(measured), {"instance"}
     assert named <= measured_samples.keys()
+    pairs: set[tuple[str, str]] = set()
     for name in named:
         for sample in measured_samples[name]:
             known.update(sample.labels)
+            pairs.update(sample.labels.items())
     assert known >= set(re.findall(r"(\w+)=~?\"", text))
     for grouped in re.findall(r"by \(([^)]*)\)", text):
         assert known >= set(grouped.split(", "))
-    assert set(re.findall(r'outcome="([^"]+)"', text)) <= {counters.FAILED, counters.UNSEEN}
-    assert set(re.findall(r'part="([^"]+)"', text)) <= set(counters.PARTS)
-    assert set(re.findall(r'result="([^"]+)"', text)) <= {"agrees", "differs"}
+    assert pairs >= set(re.findall(r'(outcome|part|result)="([^"]+)"', text))

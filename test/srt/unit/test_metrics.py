@@ -154,12 +154,23 @@ def test_one_rank_counts_for_its_group(
     assert registry.get_sample_value("sglang:gemma4_yoco_forwards_total", of) == (counts or None)
 
 
-def test_what_was_counted_before_is_counted_at_once(
+def test_what_is_alerted_on_is_there_before_the_first_prefill(
     registry: prometheus_client.CollectorRegistry,
 ) -> None:
+    metrics.collect_metrics(LABELS)
+    for outcome in (counters.FAILED, counters.UNSEEN, *counters.CUT):
+        labels = LABELS | {"outcome": outcome}
+        assert registry.get_sample_value("sglang:gemma4_yoco_forwards_total", labels) == 0
+
+
+def test_what_was_counted_before_is_counted_at_once(
+    monkeypatch: pytest.MonkeyPatch, registry: prometheus_client.CollectorRegistry
+) -> None:
+    """And no prefill looks its series up again, which takes longer than counting."""
     counters.count_ineligible("a reason", 3)
     counters.count_audit(0.25, agrees=True)
     metrics.collect_metrics(LABELS)
+    monkeypatch.delattr(prometheus_client.metrics.MetricWrapperBase, "labels")
     counters.count_ineligible("a reason", 4)
     counters.count_audit(0.125, agrees=True)
     for name, labels, value in (
@@ -186,13 +197,13 @@ def test_metrics_that_break_are_not_tried_again(said: Callable[..., list[str]]) 
     """Forwards go on, and are counted; what has broken is said once."""
     calls = []
 
-    def observe() -> None:
-        calls.append(counters.forwards["LoRA"])
+    def observe(*counted: object) -> None:
+        calls.append(counted)
         raise OSError
 
     counters.observers.append(observe)
     for _ in range(2):
         counters.count_ineligible("LoRA", 7, logged=False)
-    assert calls == [1]
+    assert calls == [("forwards", "LoRA", 1)]
     assert counters.forwards["LoRA"] == 2
     assert said() == ["Gemma 4 fast prefill: its metrics are no longer collected: OSError()"]
