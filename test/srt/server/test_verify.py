@@ -420,8 +420,10 @@ def test_a_command_that_is_killed_leaves_no_process(tiny_checkpoint: Path) -> No
     """By SIGKILL, while servers start whose children ignore SIGTERM."""
     command = [*VERIFY, "--model-path", str(tiny_checkpoint)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        family = servers_of(psutil.Process(process.pid))
-        process.kill()
+        try:
+            family = servers_of(psutil.Process(process.pid))
+        finally:
+            process.kill()
     _, alive = psutil.wait_procs(family, timeout=5)
     for one in alive:
         one.kill()
