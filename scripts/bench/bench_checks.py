@@ -26,6 +26,7 @@ import math
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections import defaultdict
@@ -49,11 +50,24 @@ ENOUGH = 4.0  # times its bound is what everything broken must come to
 INFINITE = "infinite"  # in a result file, since JSON has no infinity
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def watch_parent() -> None:
+    """Have this process end when its parent does, even by SIGKILL."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
 def in_a_process_of_its_own(group: Group) -> list[Result]:
     """All models of a group."""
     from scripts.bench import checked_models
 
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawning, watch_parent) as process:
         return process.submit(checked_models.judged, group).result()
 
 

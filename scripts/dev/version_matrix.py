@@ -10,13 +10,15 @@ to release for the CPU platform: their tests run with the newest one only, in ev
     python3 scripts/dev/version_matrix.py 0.5.22      # one of them
     python3 scripts/dev/version_matrix.py newest      # the newest release on the package index
     python3 scripts/dev/version_matrix.py prerelease  # the newest of all, pre-releases too
+    python3 scripts/dev/version_matrix.py 0.5.23 --override transformers==5.24.0
 
-The last two run with ``SGLANG_GEMMA4_YOCO_UNTESTED=1``: a release that nobody has tested is stock
+The last one has another package than SGLang pins, as users do who upgrade one. ``newest`` and
+``prerelease`` run with ``SGLANG_GEMMA4_YOCO_UNTESTED=1``: a release that nobody has tested is stock
 otherwise.
 
 Output contract: the last line for each release is ``sglang VERSION: passed`` or ``failed``, with
-counts. What passed goes to ``benchmark/results/version_matrix.json``, of which
-``scripts/tables.py --write`` makes the table of docs/compatibility.md. Exit status: 0 if all
+counts. What passed goes to ``benchmark/results/version_matrix.json``, but not with ``--override``;
+``scripts/tables.py --write`` makes the table of docs/compatibility.md of it. Exit status: 0 if all
 passed, 1 if one did not.
 """
 
@@ -60,8 +62,8 @@ print(json.dumps(about | {"python": platform.python_version()}))
 """
 
 
-def try_release(version: str, folder: Path) -> dict[str, Any]:
-    """Run its tests; tell what became of them."""
+def try_release(version: str, folder: Path, override: str | None = None) -> dict[str, Any]:
+    """Run its tests, with this requirement in place of SGLang's; tell what became of them."""
     venv, report = folder / version, folder / f"{version}.xml"
     report.unlink(missing_ok=True)
     began = time.monotonic()
@@ -72,6 +74,10 @@ def try_release(version: str, folder: Path) -> dict[str, Any]:
     variables = []
     if version in NEWEST:
         variables = [f"{name_of('untested')}=1"]
+    if override is not None:
+        overrides = folder / "overrides.txt"
+        overrides.write_text(override + "\n")
+        variables.append(f"UV_OVERRIDE={overrides}")
     good = run("env", *variables, sys.executable, script, *which, "--", *tests, *options)
     found: dict[str, Any] = {"sglang": version, "passed": 0, "skipped": 0, "failed": int(not good)}
     if report.exists():
@@ -91,17 +97,21 @@ def main() -> int:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("versions", nargs="*", default=list(VERSIONS), help="releases, newest, or prerelease")
+    add("--override", metavar="REQUIREMENT", help="install this, whatever SGLang requires")
     add("--work-dir", type=Path, default=REPO / ".venv-matrix", help="for environments")
     args = parser.parse_args()
     folder = args.work_dir.expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     bad = 0
     for name in args.versions:
-        heading(f"SGLang {name}")
-        found = try_release(name, folder)
+        title = f"SGLang {name}"
+        if args.override is not None:
+            title += f" with {args.override}"
+        heading(title)
+        found = try_release(name, folder, args.override)
         passed = found["passed"] > 0 and not found["failed"]
         bad += not passed
-        if passed and name in VERSIONS:
+        if passed and name in VERSIONS and args.override is None:
             entries = {entry["sglang"]: entry for entry in json.loads(FILE.read_text())}
             entries[name] = found
             lines = ",\n".join(json.dumps(entries[one]) for one in sorted(entries, reverse=True))

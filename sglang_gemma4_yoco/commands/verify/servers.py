@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     import requests
 
 
+# Run the arguments, and kill the process group at the end of stdin. That ends when the process that
+# holds its other end does, even by SIGKILL; what a server has started by then ends with it.
+_OWN_GROUP = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) & exec "$@" 3<&-'
+
+
 class WrongPathError(Exception):
     """A server was active and should not be, or the other way round."""
 
@@ -70,9 +75,9 @@ class Server:
         with self.log_file.open("wb") as output:
             self.log_file.chmod(0o600)  # while it runs, its log has keys
             self.process = subprocess.Popen(
-                [sys.executable, *self.command()],
+                ["sh", "-c", _OWN_GROUP, "sh", sys.executable, *self.command()],
                 env=self.env,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -8,6 +8,7 @@ layer's K and V are copied when the model waits for them, and not before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,17 @@ def plain_memory(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: An
     return torch.empty(dims, dtype=dtype, device=device)
 
 
+def unpinned(make_page: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """What makes a page that a storage's file is read into, in memory that no GPU knows."""
+
+    @wraps(make_page)
+    def make(pool: Any) -> torch.Tensor:
+        pool.pin_memory = False
+        return make_page(pool)
+
+    return make
+
+
 def install() -> None:
     """Have SGLang use these instead of a GPU's streams, its memory and its kernel."""
     from sglang.srt.managers import cache_controller
@@ -133,3 +145,5 @@ def install() -> None:
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # the pools are small, and the machine may be too
     common.ALLOC_MEMORY_FUNCS["cpu"] = plain_memory
     mha.transfer_kv_direct = copy_slots
+    pool = mha.MHATokenToKVPoolHost
+    pool.get_dummy_flat_data_page = unpinned(pool.get_dummy_flat_data_page)

@@ -34,14 +34,14 @@ CAPTURED_GRAPHS: Mapping[str, str | None] = {
 CAPTURED_ARGUMENTS = ("--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS))
 
 
-def drafting_with(assistant: Path) -> tuple[str, ...]:
-    """Arguments of a server with an assistant that drafts three tokens ahead."""
+def drafting_with(assistant: Path, ahead: int = 3) -> tuple[str, ...]:
+    """Arguments of a server with an assistant that drafts so many tokens ahead."""
     return (
         *("--speculative-algorithm", "NEXTN"),
         *("--speculative-draft-model-path", str(assistant)),
-        *("--speculative-num-steps", "3"),
+        *("--speculative-num-steps", str(ahead)),
         *("--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", "4"),
+        *("--speculative-num-draft-tokens", str(ahead + 1)),
     )
 
 

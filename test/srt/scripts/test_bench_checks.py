@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from typing import Any
 
+import psutil
 import pytest
 
+from harness.server import wait_until
 from scripts.bench import bench_checks
 from scripts.bench.bench_checks import ENOUGH
 from scripts.bench.checked_models import Result
+from scripts.environment import REPO
 from scripts.result_files import RESULTS
 
 
@@ -38,3 +43,29 @@ def test_false_alarms_and_misses_are_counted() -> None:
     document = bench_checks.finite(found)
     assert document["breakages"]["b"]["smallest"] == "infinite"
     assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+@pytest.mark.release
+def test_a_run_that_is_killed_leaves_no_process() -> None:
+    """By SIGKILL, while its two processes work."""
+    command = [sys.executable, str(REPO / "scripts" / "bench" / "bench_checks.py"), "--models", "1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        main = psutil.Process(process.pid)
+
+        def find() -> list[psutil.Process]:
+            found = []
+            for one in main.children():
+                if "spawn_main" in " ".join(one.cmdline()):
+                    found.append(one)
+            if len(found) < 2:
+                found.clear()
+            return found
+
+        try:
+            family = wait_until(find, "two processes", 300)
+        finally:
+            process.kill()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for one in alive:
+        one.kill()
+    assert alive == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -63,19 +64,42 @@ pathlib.Path("environment.json").write_text(json.dumps(dict(os.environ)))
 """
 
 
-@pytest.mark.parametrize("name", ["newest", "prerelease", NEWEST])
-def test_what_nobody_has_tested_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Else its tests would see stock. Here is what the tests of a release are started with."""
+@pytest.fixture
+def environment_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, str]]:
+    """Return what the tests of a release are started with."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "run_tests.py").write_text(_TESTS)
-    monkeypatch.delenv(UNTESTED, raising=False)
+    for name in (UNTESTED, "UV_OVERRIDE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(version_matrix, "REPO", tmp_path)
     monkeypatch.setattr(environment, "REPO", tmp_path)
-    version_matrix.try_release(name, tmp_path)
-    given = json.loads((tmp_path / "environment.json").read_text())
-    assert given.get(UNTESTED) == (None if name == NEWEST else "1")
+
+    def find(*which: str) -> dict[str, str]:
+        version_matrix.try_release(which[0], tmp_path, *which[1:])
+        given: dict[str, str] = json.loads((tmp_path / "environment.json").read_text())
+        return given
+
+    return find
+
+
+@pytest.mark.parametrize("name", ["newest", "prerelease", NEWEST])
+def test_what_nobody_has_tested_is_wanted(
+    environment_of: Callable[..., dict[str, str]], name: str
+) -> None:
+    """Else its tests would see stock."""
+    wanted: str | None = "1"
+    if name == NEWEST:
+        wanted = None
+    assert environment_of(name).get(UNTESTED) == wanted
+
+
+def test_another_package_than_sglang_pins(environment_of: Callable[..., dict[str, str]]) -> None:
+    """The script that installs SGLang does so with uv, which reads this variable."""
+    given = environment_of(NEWEST, "transformers==5.24.0")
+    assert Path(given["UV_OVERRIDE"]).read_text() == "transformers==5.24.0\n"
+    assert "UV_OVERRIDE" not in environment_of(NEWEST)
 
 
 @pytest.mark.parametrize("name", version_matrix.FILES)

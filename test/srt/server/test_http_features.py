@@ -26,9 +26,11 @@ from harness.ask import (
     TOLERANCE,
     Answer,
     assert_alike,
+    at_once,
     chat,
     generate,
     over_a_chunk_boundary,
+    picture,
     tokens,
 )
 from harness.layer_rows import cut
@@ -134,10 +136,10 @@ def test_image_over_a_chunk_boundary(servers: Pair) -> None:
     assert len(both.prefills) == 2
 
 
-def sound(frequency: float) -> list[dict[str, Any]]:
-    """The content of a user message: half a second of a tone, and a question."""
+def sound(frequency: float, seconds: float = 0.5) -> list[dict[str, Any]]:
+    """The content of a user message: a tone, and a question."""
     rate = 16000
-    wave = numpy.sin(2 * numpy.pi * frequency * numpy.arange(rate // 2) / rate)
+    wave = numpy.sin(2 * numpy.pi * frequency * numpy.arange(int(rate * seconds)) / rate)
     file = io.BytesIO()
     soundfile.write(file, wave, rate, format="WAV")
     url = "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()
@@ -152,3 +154,17 @@ def test_audio(servers: Pair) -> None:
     both = assert_alike(servers, lambda server: [chat(server, sound(f)) for f in (220.0, 1760.0)])
     low, high = both.on
     assert low.logprobs != pytest.approx(high.logprobs, abs=TOLERANCE, rel=0)
+
+
+def test_media_of_several_kinds(servers: Pair) -> None:
+    """At once: sounds of several lengths, two in one message, and pictures beside them."""
+    tone, later = sound(220.0), sound(440.0, 1.3)
+    picture_, question = picture("purple")
+    contents = [tone, later, [*sound(330.0, 0.2), *later], [picture_, *tone]]
+    contents.append([*picture("red"), picture_, question])
+    both = assert_alike(
+        servers,
+        lambda server: at_once(lambda content: chat(server, content), contents),
+        close_calls=1,
+    )
+    assert len({tuple(answer.logprobs) for answer in both.on}) == len(contents)

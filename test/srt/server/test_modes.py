@@ -6,6 +6,7 @@ their own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -15,10 +16,12 @@ import numpy
 import pytest
 
 from harness.ask import (
+    GREEDY,
     TOLERANCE,
     Compared,
     assert_alike,
     assert_ranks_alike,
+    at_once,
     compare,
     drafted,
     generate,
@@ -32,6 +35,7 @@ from harness.server import CAPTURED_ROWS, CHUNK, Pair, Server, drafting_with, pa
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 
 LABELS = [40, 300, 511]
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
 
 
 # -- requests that generate nothing ----------------------------------------------------------
@@ -68,21 +72,22 @@ def test_input_logprobs_without_generation(servers: Pair) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[1, pytest.param(2, marks=pytest.mark.release)],
-    ids=["one rank", "two ranks"],
+    params=[(1, 3), pytest.param((2, 5), marks=pytest.mark.release)],
+    ids=["one rank", "two ranks, five drafts"],
 )
 def drafting(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Servers with an assistant that drafts three tokens ahead, on so many tensor-parallel ranks.
+    """Servers on so many tensor-parallel ranks, with an assistant that drafts so far ahead.
 
     The fast one replays what verifies drafts, and the tails of its prefills.
     """
     directory = tmp_path_factory.mktemp("drafting")
     write_assistant(directory / "assistant", E2B_TINY)
-    arguments = (*drafting_with(directory / "assistant"), "--decode-log-interval", "1")
-    ranks = ("--tp-size", str(request.param))
-    with pair(tiny_checkpoint, directory, *arguments, *ranks, captured=True) as both:
+    ranks, ahead = request.param
+    drafts = drafting_with(directory / "assistant", ahead)
+    arguments = (*drafts, "--decode-log-interval", "1", "--tp-size", str(ranks))
+    with pair(tiny_checkpoint, directory, *arguments, captured=True) as both:
         yield both
 
 
@@ -126,6 +131,39 @@ def test_drafts_of_eight_prompts(drafting: Pair) -> None:
     both = compare_drafts(drafting, lambda server: drafted(server, prompts))
     assert max(len(prefill.extend_lens) for prefill in both.prefills) > CAPTURED_ROWS[-1]
     assert len({tuple(answer) for answer, *_ in both.on}) == len(prompts)
+
+
+def test_drafts_beside_a_grammar(drafting: Pair, off_server: Server) -> None:
+    """Four clients at once; answers of two must match a schema, and none reaches its end."""
+    prompts = prompts_of(150, 20, 60, 33)
+    bodies = []
+    for number, prompt in enumerate(prompts):
+        sampling: dict[str, Any] = GREEDY | {"max_new_tokens": 40}
+        if number % 2:
+            sampling["json_schema"] = SCHEMA
+        bodies.append({"input_ids": prompt, "sampling_params": sampling})
+
+    def ask(server: Server) -> list[Any]:
+        return at_once(lambda body: server.generate(**body)["output_ids"], bodies)
+
+    both = compare_drafts(drafting, ask)
+    assert both.on == ask(off_server)
+    free = [outputs(off_server, prompt, max_new_tokens=40)[0] for prompt in prompts]
+    assert both.on[::2] == free[::2]
+    assert both.on[1] != free[1]
+
+
+@pytest.mark.release
+def test_drafts_that_fill_the_pool(drafting: Pair) -> None:
+    """What is cached of prompts before must go, and with it what is kept of their windows."""
+    prompts = prompts_of(*range(520, 540))
+
+    def ask(server: Server) -> list[tuple[Any, ...]]:
+        return at_once(lambda prompt: drafted(server, [prompt])[0], prompts)
+
+    both = compare_drafts(drafting, ask)
+    size = drafting[0].resolved("max_total_tokens")
+    assert sum(sum(prefill.extend_lens) for prefill in both.prefills) > size
 
 
 def test_drafts_overlap_scheduling(drafting: Pair) -> None:

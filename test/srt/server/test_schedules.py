@@ -17,14 +17,20 @@ from harness.ask import Answer, assert_alike, generate, prompts_of, tokens
 from harness.layer_rows import CHUNK_KEPT, cut
 from harness.server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference.tail_failures import slow_prefills
+from sglang_gemma4_yoco.commands.verify.compare import Comparison
 
 pytestmark = pytest.mark.release
 
-PREFIXES = (
-    *("--schedule-policy", "lpm"),
+ON_THE_HOST = (
     *("--enable-hierarchical-cache", "--hicache-io-backend", "direct"),
     *("--hicache-mem-layout", "layer_first", "--hicache-ratio", "2"),
     *("--max-total-tokens", "4096"),
+)
+PREFIXES = ("--schedule-policy", "lpm", *ON_THE_HOST)
+IN_FILES = (
+    *ON_THE_HOST,
+    *("--page-size", "16", "--hicache-storage-backend", "file"),
+    *("--hicache-storage-prefetch-policy", "wait_complete"),
 )
 PRIORITIES = (
     *("--schedule-policy", "lof"),
@@ -133,3 +139,25 @@ def test_prefixes_of_several_requests(both_servers: Pair) -> None:
     assert (last.extend_lens, last.prefix_lens) == ([20, 21, 25], [100, 70, 0])
     assert last.rows == cut(66, 3)
     assert [answer.loaded_tokens for answer in both.on] == [0, 100, 70, 0]
+
+
+def test_prefix_from_files(tiny_checkpoint: Path, tmp_path: Path, off_server: Server) -> None:
+    """A server that is started anew reads what the one before has stored."""
+    prompt = tokens(360, seed=18)
+    files = tmp_path / "files"
+    how: Any = {
+        "switch": None,
+        "arguments": IN_FILES,
+        "env": {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(files)},
+    }
+    [stock] = generate(off_server, prompt)
+    stored = len(prompt) // 16 * 16
+    for cached in (0, stored):
+        with running(tiny_checkpoint, tmp_path / str(cached), **how) as server:
+            [fast] = generate(server, prompt)
+            server.wait_until(lambda: len([*files.iterdir()]) > stored // 16, "stored pages")
+            last = server.prefills()[-1]
+        assert fast.cached_tokens == cached
+        assert last.rows == cut(sum(last.extend_lens), 1)
+        assert Comparison.of([(fast, stock)]).is_equal
+    assert last.prefix_lens == [stored]

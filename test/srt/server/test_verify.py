@@ -399,6 +399,37 @@ def test_a_hangup_that_is_ignored_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
         signal.signal(signal.SIGHUP, before)
 
 
+def servers_of(command: psutil.Process) -> list[psutil.Process]:
+    """The servers of a command, and all that these have started, once all of it is there."""
+
+    def find() -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for one in command.children():
+            if "sglang.launch_server" in " ".join(one.cmdline()):
+                found += one, *one.children(recursive=True)
+        # Two servers, and for each what ends its group, a child, and multiprocessing's tracker.
+        if len(found) < 8:
+            found.clear()
+        return found
+
+    return wait_until(find, "servers with children", 120)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_command_that_is_killed_leaves_no_process(tiny_checkpoint: Path) -> None:
+    """By SIGKILL, while servers start whose children ignore SIGTERM."""
+    command = [*VERIFY, "--model-path", str(tiny_checkpoint)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            family = servers_of(psutil.Process(process.pid))
+        finally:
+            process.kill()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for one in alive:
+        one.kill()
+    assert alive == []
+
+
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_signals_leave_no_process(
@@ -407,18 +438,8 @@ def test_signals_leave_no_process(
     """While servers start whose children ignore SIGTERM."""
     family: list[psutil.Process] = []
 
-    def servers_and_children() -> list[psutil.Process]:
-        found: list[psutil.Process] = []
-        for one in psutil.Process().children():
-            if "sglang.launch_server" in " ".join(one.cmdline()):
-                found += one, *one.children(recursive=True)
-        # Two servers, and for each a child and the resource tracker of multiprocessing.
-        if len(found) < 6:
-            found.clear()
-        return found
-
     def interrupt() -> None:
-        family.extend(wait_until(servers_and_children, "servers with children", 60))
+        family.extend(servers_of(psutil.Process()))
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
