@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_gemma4_yoco.checking.audit import Turns
 
 OUTCOMES = "ABCDE"
-EVERY = st.integers(1, 12)
 
 
 @st.composite
@@ -23,35 +20,17 @@ def traffic(draw: st.DrawFn) -> str:
     return found
 
 
-def choose(every: int, outcomes: Sequence[str]) -> list[bool]:
-    """Whether each of these forwards is audited."""
-    turns = Turns(every)
-    return list(map(turns.take, outcomes))
-
-
-@given(traffic(), EVERY)
-def test_each_outcome_is_audited_in_time(outcomes: str, every: int) -> None:
-    """Whatever comes beside it, and however rare it is."""
-    last = dict[str, int]()
-    for number, chosen in enumerate(choose(every, outcomes)):
-        outcome = outcomes[number]
+@given(traffic(), st.integers(1, 12))
+def test_each_outcome_has_its_turn(outcomes: str, every: int) -> None:
+    """Whatever comes beside it, however rare it is; and no more than one of so many is audited."""
+    turns, last, audits = Turns(every), dict[str, int](), 0
+    for number, outcome in enumerate(outcomes):
         since = number - last.setdefault(outcome, number)
-        if chosen:
+        if turns.take(outcome):
             last[outcome] = number
+            audits += 1
         else:
+            assert every > 1
             assert since < len(last) * every
-
-
-@given(traffic(), EVERY)
-def test_one_of_so_many_is_audited(outcomes: str, every: int) -> None:
-    """Never more; and fewer by one for each outcome whose turn it is and that does not come."""
-    audits = 0
-    for number, chosen in enumerate(choose(every, outcomes), start=1):
-        audits += chosen
-        waiting = number // every - audits
-        assert 0 <= waiting < len(set(outcomes[:number]))
-
-
-@given(traffic())
-def test_one_of_one_is_all(outcomes: str) -> None:
-    assert all(choose(1, outcomes))
+        waiting = (number + 1) // every - audits
+        assert 0 <= waiting < len(last)
