@@ -80,10 +80,9 @@ class Auditor:
 
     def __call__(self, forward: Any, plan: Plan, output: Any) -> Any:
         """Audit it if it is its turn; returns what the model continues with, not ``output``."""
-        if not self._turns.take(plan.outcome):
-            return output
         try:
-            return self._audit(forward, plan, output)
+            if self._turns.take(plan.outcome):
+                return self._audit(forward, plan, output)
         except Exception as failure:  # noqa: BLE001 - it is raised where other ranks wait
             self._end(failure)
         return output
