@@ -79,7 +79,7 @@ class Auditor:
         self._turns, self._strict = Turns(every), settings.current.audit_strict
 
     def __call__(self, forward: Any, plan: Plan, output: Any) -> Any:
-        """Audit it if it is its turn; returns what the model continues with, not ``output``."""
+        """Audit it in its turn; returns what the model continues with instead of ``output``."""
         try:
             if self._turns.take(plan.outcome):
                 return self._audit(forward, plan, output)

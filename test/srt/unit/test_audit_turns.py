@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_gemma4_yoco.checking.audit import Turns
@@ -20,6 +20,7 @@ def traffic(draw: st.DrawFn) -> str:
     return found
 
 
+@example("BAAAAACDB", 2)
 @given(traffic(), st.integers(1, 12))
 def test_each_outcome_has_its_turn(outcomes: str, every: int) -> None:
     """Whatever comes beside it, however rare it is; and no more than one of so many is audited."""
@@ -32,5 +33,4 @@ def test_each_outcome_has_its_turn(outcomes: str, every: int) -> None:
         else:
             assert every > 1
             assert since < len(last) * every
-        waiting = (number + 1) // every - audits
-        assert 0 <= waiting < len(last)
+        assert 0 <= (number + 1) // every - audits < len(last)
