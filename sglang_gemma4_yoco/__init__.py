@@ -42,7 +42,7 @@ imported in compat/, and by commands that an operator runs, and nowhere else. co
         graph_exits.py     a graph is left at its exit point, and the tail replayed
     checking/          does it give what stock gives, on this machine and with these weights?
         start.py           once, before it serves
-        audit.py           every N-th prefill once more as stock, while it serves
+        audit.py           one of N prefills once more as stock, while it serves
         layerwise.py       each step of the fast path given stock's numbers, and compared
         exit_check.py      an exit against the same graph, run to its end
         tail_graphs.py     each graph against the same layers, run eagerly

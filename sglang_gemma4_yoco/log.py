@@ -1,12 +1,16 @@
 """Log lines, each logged once in a process."""
 
 import logging
+import re
 import traceback
 from collections.abc import Hashable
 
-logger = logging.getLogger(__package__)
+#: Below SGLang's own, so that its lines go where SGLang's go, whatever the operator has configured.
+logger = logging.getLogger("sglang.srt.plugins.gemma4_yoco")
 
 _logged: set[Hashable] = set()
+# Seconds and errors, which differ from one time to the next; counts and sizes are whole numbers.
+_MEASURED = re.compile(r"\d+\.\d+(e[-+]\d+)?")
 
 
 def is_first(key: Hashable) -> bool:
@@ -17,8 +21,8 @@ def is_first(key: Hashable) -> bool:
 
 
 def log_once(line: str, level: int = logging.INFO) -> None:
-    """Log ``line`` the first time in this process."""
-    if is_first(line):
+    """Log ``line`` the first time in this process, whatever it has measured."""
+    if is_first(_MEASURED.sub("", line)):
         logger.log(level, "%s", line)
 
 

@@ -11,10 +11,9 @@ from importlib.metadata import requires, version
 from multiprocessing import parent_process
 
 from sglang_gemma4_yoco import __version__, settings
+from sglang_gemma4_yoco.log import logger
 
 GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
-
-logger = logging.getLogger(__package__)
 
 #: Why ``load`` has left SGLang as it was; None while it has not.
 why_not_installed: str | None = None

@@ -1,4 +1,4 @@
-"""While a server serves: every N-th prefill that was cut runs again as stock, and is compared.
+"""While a server serves: one of N prefills that were cut runs again as stock, and is compared.
 
 Stock is watched, and the cut runs once more on its rows, step by step (``layerwise``): eagerly, and
 by the captured tail if that served. All kept rows, and K and V of layer S-1, are compared. A
@@ -38,21 +38,51 @@ def make_auditor(runner: Any, state: ModelState) -> Auditor | None:
     return Auditor(state, settings.current.audit)
 
 
+class Turns:
+    """Chooses the forwards that are audited: one of N, and each outcome in its turn.
+
+    For every N forwards one audit is due. The first that is due is kept for the outcome that was
+    audited least recently, the next for the one after it, and so on. So an outcome that comes no
+    more holds back one audit and no others, and a rare outcome is audited as soon as it comes.
+
+    With k outcomes so far, each forward is audited that comes kN or more after the last audit of
+    its outcome (or after its first forward). The choice depends on nothing but N and the outcomes
+    so far, which are the same on all ranks.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._forwards = self._audits = 0
+        #: The outcomes so far, by their last audits; a new one is at the end.
+        self._order: list[str] = []
+
+    def take(self, outcome: str) -> bool:
+        """Count a forward with this outcome; returns whether it is audited."""
+        self._forwards += 1
+        if outcome not in self._order:
+            self._order.append(outcome)
+        kept_for_others = self._order.index(outcome)
+        due = self._forwards // self._every - self._audits
+        if self._every > 1 and due <= kept_for_others:
+            return False
+        self._audits += 1
+        self._order.remove(outcome)
+        self._order.append(outcome)
+        return True
+
+
 class Auditor:
     """Audits the forwards of one model; it is called after each that was cut."""
 
     def __init__(self, state: ModelState, every: int) -> None:
         self._state = state
-        self._every, self._strict = every, settings.current.audit_strict
-        self._forwards = 0
+        self._turns, self._strict = Turns(every), settings.current.audit_strict
 
     def __call__(self, forward: Any, plan: Plan, output: Any) -> Any:
-        """Audit each N-th forward; returns what the model continues with instead of ``output``."""
-        self._forwards += 1
-        if self._forwards % self._every:
-            return output
+        """Audit it in its turn; returns what the model continues with instead of ``output``."""
         try:
-            return self._audit(forward, plan, output)
+            if self._turns.take(plan.outcome):
+                return self._audit(forward, plan, output)
         except Exception as failure:  # noqa: BLE001 - it is raised where other ranks wait
             self._end(failure)
         return output

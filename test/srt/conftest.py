@@ -40,7 +40,7 @@ from harness.server import (
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import reset_log, settings_changed
-from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco import log, settings
 
 if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
@@ -252,12 +252,12 @@ def forgotten_reports() -> Iterator[None]:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     """What the package logs from here on, at this level or above."""
-    caplog.set_level(logging.INFO, "sglang_gemma4_yoco")
+    caplog.set_level(logging.INFO, log.logger.name)
 
     def lines(level: int = logging.INFO) -> list[str]:
         found: list[str] = []
         for record in caplog.records:
-            if record.name == "sglang_gemma4_yoco" and record.levelno >= level:
+            if record.name == log.logger.name and record.levelno >= level:
                 found.append(record.getMessage())
         return found
 

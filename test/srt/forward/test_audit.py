@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,10 +21,10 @@ from harness.forwards import (
     InjectedError,
     assert_stock,
 )
-from harness.layer_rows import FIRST_CUT
+from harness.layer_rows import FIRST_CUT, LAYERS, whole
 from harness.observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference.engine import Engine, switched
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.checking import audit, exit_check, layerwise, rounding
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core import cut
@@ -48,6 +49,26 @@ def test_one_of_so_many_that_are_cut(engine: Engine) -> None:
             run(engine, engine.schedule(batch_of((5, 1), (0, 1))), switch)  # nothing to skip
             audits.append(counters.audits.agree)
     assert audits == [0, 0, 0, 1, 1, 1, 2]
+
+
+@MARKS_CHUNKS
+def test_both_chunks_of_steady_prompts_are_audited(engine: Engine) -> None:
+    """Though every fourth forward is a second chunk."""
+    prompts, seen = batch_of((0, 40), to_come=tuple(range(50, 71))), Counter[tuple[int, ...]]()
+    with audited(engine, every=4):
+        for _ in range(9):
+            batch = engine.schedule(prompts)
+            seen[tuple(run(engine, batch, "1").rows)] += 1
+            batch = engine.next_chunk(batch, prompts)
+            seen[tuple(run(engine, batch, "1").rows)] += 1
+    first, second, kept = [40] * FIRST_CUT, [21] * FIRST_CUT, [1] * (LAYERS - FIRST_CUT)
+    assert seen == {
+        (*first,): 7,
+        (*first, *whole(40)): 2,
+        (*second, *kept): 7,
+        (*second, *kept, *whole(21), *kept): 2,
+    }
+    assert counts() == (4, 0)
 
 
 @MARKS_CHUNKS
@@ -109,7 +130,7 @@ def test_a_defect_that_an_audit_finds_is_answered_by_stock(
     stock = run(engine, scheduled, "0")
     cache = engine.kv()
     BREAKS[way](monkeypatch)
-    with audited(engine), caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+    with audited(engine), caplog.at_level("ERROR", log.logger.name):
         seen = run(engine, scheduled, "1")
     assert counts() == (0, 1)
     assert counters.audits.worst > 1e-3
@@ -132,7 +153,7 @@ def test_lines_end_and_counts_go_on(
     assert audit._MOST_LINES == 16, "docs/log.md has this number"
     monkeypatch.setattr(audit, "_MOST_LINES", 2)
     _other_rows(monkeypatch)
-    with audited(engine), caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+    with audited(engine), caplog.at_level("ERROR", log.logger.name):
         for length in range(5, 9):
             run(engine, engine.schedule(batch_of((0, length))), "1")
     assert counts() == (0, 4)
@@ -145,7 +166,7 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
     with audited(engine, strict=True) as state:
         run(engine, engine.schedule(TWO_PROMPTS), "1")
         assert state.unsupported is None
-        with monkeypatch.context() as broken, caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+        with monkeypatch.context() as broken, caplog.at_level("ERROR", log.logger.name):
             _other_rows(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
         assert state.unsupported == audit.DIFFERED

@@ -20,7 +20,7 @@ from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
 from harness.observe import assert_stock as assert_all_rows
 from harness.observe import run
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.core.forward import wrap_model_forward
 from sglang_gemma4_yoco.core.state import STATE_ENTRY
 from sglang_gemma4_yoco.loading import limits
@@ -63,7 +63,7 @@ def test_copied_positions_beside_prefill_graphs(
 ) -> None:
     """The server falls back to stock, and logs that SGLang's replays are wrong and what to do."""
     monkeypatch.setenv(compat.server.POSITIONS_VARIABLE, "1")
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+    with caplog.at_level("INFO", log.logger.name):
         prefills = PhaseConfig(backend=Backend.BREAKABLE, bs=[4, 8])
         restarted(cuda_graph_config=CudaGraphConfig(prefill=prefills))
     (record,) = [r for r in caplog.records if limits.WRONG_REPLAYS in r.getMessage()]

@@ -37,7 +37,7 @@ from harness.observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log, switched
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco import counters, log
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
@@ -140,7 +140,7 @@ def test_each_kind_of_failure_is_logged_once(
         def __init__(self, _: str) -> None:
             super().__init__(f"{next(numbers)} bytes are missing")
 
-    with caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+    with caplog.at_level("ERROR", log.logger.name):
         for error in (VaryingError, VaryingError, InjectedError, VaryingError):
             with failing(engine, "first tail layer", error=error):
                 run(engine, scheduled, "1")
@@ -277,7 +277,7 @@ def test_decode_goes_straight_through(
         with (
             mock.patch.object(eligibility, "check_eligibility") as gated,
             mock.patch.object(attention.tail, "init_forward_metadata") as planned,
-            caplog.at_level("DEBUG", "sglang_gemma4_yoco"),
+            caplog.at_level("DEBUG", log.logger.name),
         ):
             steps.append(step(engine, scheduled, [30, 31], switch))
         assert not gated.called

@@ -8,13 +8,14 @@ objects that are alive, graphs, and entries in the package's lists. Graphs are r
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -230,6 +231,19 @@ def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
     before = list(map(torch.clone, theirs))
     capture_decode_steps(engine)
     assert all(map(torch.equal, before, theirs))
+
+
+def test_a_recapture_logs_nothing_again(
+    engine: Engine, said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though each takes another time."""
+    reset_log()
+    times = itertools.accumulate(itertools.count())
+    monkeypatch.setattr(lifecycle, "time", SimpleNamespace(monotonic=times.__next__))
+    for _ in range(3):
+        capture_decode_steps(engine)
+    [line] = [line for line in said() if "the tail is captured" in line]
+    assert line.endswith(" rows in 1.0 s")
 
 
 def test_graphs_are_freed_before_others_are_captured(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_gemma4_yoco import compat, plugin, settings
+from sglang_gemma4_yoco import compat, log, plugin, settings
 from sglang_gemma4_yoco.loading import patch
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
@@ -33,10 +33,10 @@ def refusal(caplog: pytest.LogCaptureFixture) -> str:
     caplog.clear()
     plugin.load.cache_clear()
     before = of_sglang()
-    with caplog.at_level(logging.INFO, "sglang_gemma4_yoco"):
+    with caplog.at_level(logging.INFO, log.logger.name):
         plugin.load()
     assert of_sglang() == before
-    [record] = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
+    [record] = [r for r in caplog.records if r.name == log.logger.name]
     assert record.levelno == logging.ERROR
     _, _, why = record.getMessage().partition(" is NOT installed, the server runs unpatched: ")
     assert plugin.why_not_installed == why

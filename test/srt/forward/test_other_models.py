@@ -18,7 +18,7 @@ from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
 from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco import counters, log
 from sglang_gemma4_yoco.core import eligibility, state
 from sglang_gemma4_yoco.loading import start
 
@@ -131,7 +131,7 @@ def test_experts_in_the_tail_are_refused(tiny_checkpoint: Path, tmp_path: Path) 
 def test_an_embedding_server_is_refused(
     tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+    with caplog.at_level("INFO", log.logger.name):
         engine = Engine(tiny_checkpoint, **ENGINE, is_embedding=True)
     assert not engine.runner.is_generation
     said = []

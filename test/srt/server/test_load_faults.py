@@ -15,6 +15,7 @@ import pytest
 from harness import forked
 from harness.other_plugins import plugin
 from harness.server import python_path
+from sglang_gemma4_yoco import log
 
 _SECONDS = 300  # for a process that imports SGLang, on a busy machine too
 
@@ -36,10 +37,10 @@ _NOWHERE = Path("/")
 
 def forked_output_of(code: str, directory: Path, **environment: str) -> str:
     """What a process prints that has SGLang imported, but for its plugins."""
-    log = directory / "output"
+    output = directory / "output"
     env = {**os.environ, **environment}
-    assert forked.Program(["-c", code], cwd=_NOWHERE, env=env, log=log).wait(_SECONDS) == 0
-    return log.read_text()
+    assert forked.Program(["-c", code], cwd=_NOWHERE, env=env, log=output).wait(_SECONDS) == 0
+    return output.read_text()
 
 
 def output_beside(name: str, code: str, directory: Path) -> str:
@@ -52,7 +53,7 @@ def ours(output: str) -> list[str]:
     """The lines that the package logged."""
     found: list[str] = []
     for line in output.splitlines():
-        if " sglang_gemma4_yoco " in line:
+        if f" {log.logger.name} " in line:
             found.append(line)
     return found
 
@@ -130,7 +131,8 @@ def test_switched_off(tmp_path: Path) -> None:
     off = {"SGLANG_GEMMA4_YOCO": "0", "SGLANG_PLUGINS": "gemma4_yoco"}
     output = forked_output_of(SWITCHED_OFF, tmp_path, **off)
     assert "changed []" in output
-    modules = ["sglang_gemma4_yoco", "sglang_gemma4_yoco.plugin", "sglang_gemma4_yoco.settings"]
+    package = "sglang_gemma4_yoco"
+    modules = [package, f"{package}.log", f"{package}.plugin", f"{package}.settings"]
     assert f"imported {modules}" in output
     (line,) = ours(output)
     assert line.startswith("WARNING")
