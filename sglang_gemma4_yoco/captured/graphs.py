@@ -192,6 +192,10 @@ class TailGraphs:
         for name in [name for name in vars(self._backend) if name.startswith("cuda_graph_")]:
             delattr(self._backend, name)
 
+    def drop(self, bucket: int) -> None:
+        """Replay this one no longer: the next larger one has room for its rows."""
+        del self._batches[bucket]
+
     def bucket_for(self, kept: KeptRows) -> int | None:
         """The smallest bucket with room for these rows, if they are one per request."""
         if not kept.one_per_request:

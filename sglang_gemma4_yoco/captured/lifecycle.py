@@ -43,12 +43,17 @@ def find_reason(runner: Any, state: ModelState) -> str | None:
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
+    pool = state.attention.tail.token_to_kv_pool
     # An argument below says so too; a plugin may load them without it.
-    if compat.pools.waits_for_loads(state.attention.tail.token_to_kv_pool):
+    if compat.pools.waits_for_loads(pool):
         return LOADED_MEANWHILE
     for name, reason in _UNSUPPORTED.items():
         if compat.server.read_argument(name) or compat.server.read_variable(name):
             return f"{name}: {reason}"
+    if state.serves:  # then its graphs could not be checked
+        shared = compat.pools.find_sharing_reason(pool)
+        if shared is not None:
+            return shared
     return compat.decode_graphs.find_memory_reason(torch.device(runner.device))
 
 

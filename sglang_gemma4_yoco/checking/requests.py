@@ -2,7 +2,8 @@
 
 With a window of 512 and pages of one slot, the requests have 0 + 7, 508 + 6 and 1025 + 5 tokens
 (cached + new): a few rows each, so that a forward takes milliseconds, and rows around the window's
-edge. What is cached is random K and V. All that was written is put back at the end.
+edge. Those that have no room beside each other are run one batch after another. What is cached is
+random K and V. All that was written is put back at the end.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +18,11 @@ from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.replaced import replaced
 
-NO_ROOM = "the pools are too small for it"
-SHARED = "K and V of a server that serves are read or written by more than its forwards"
+NO_ROOM = "the pools have no room for a prompt longer than the window, or for two short ones"
 _NEW = 7  # tokens of a request
+
+#: Tokens of a request: cached, and new.
+Lengths = tuple[int, int]
 
 
 class NotComparableError(Exception):
@@ -98,36 +101,26 @@ class SyntheticRequests:
         return others
 
 
-def _check_borrowing(pool: Any) -> None:
-    """Raise NotComparableError where slots of a server that serves may not be used for a moment.
-
-    SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
-    keep their K and V. So nothing reads or writes the pools once the device has been waited for,
-    except for what the scheduler does not launch: transfers to and from other machines, and what
-    a hierarchical cache copies.
-    """
-    argument = compat.server.read_argument
-    copies = argument("enable_hierarchical_cache") or compat.pools.waits_for_loads(pool)
-    if copies or argument("disaggregation_mode") != "null":
-        raise NotComparableError(SHARED)
-
-
 @contextmanager
-def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequests]:
+def make_synthetic_requests(
+    runner: Any, state: ModelState, lengths: Sequence[Lengths] = ()
+) -> Iterator[SyntheticRequests]:
     """Requests to run, on whichever path is on; it skips every row that it can.
 
     Args:
         runner: SGLang's ``ModelRunner``; nothing else reads or writes its pools meanwhile.
+        lengths: a batch of ``choose_batches``; none for the largest, of which the first.
 
     Raises:
         NotComparableError: the pools have no room for them, or may not be used.
     """
     if state.serves:
-        _check_borrowing(runner.token_to_kv_pool)
+        shared = compat.pools.find_sharing_reason(runner.token_to_kv_pool)
+        if shared is not None:
+            raise NotComparableError(shared)
     window = compat.attention.find_window(state.model.layers)
-    requests = _fit_requests(runner, state, window)
-    if not requests:
-        raise NotComparableError(NO_ROOM)
+    lengths = lengths or max(choose_batches(runner, state), key=len)
+    requests = _make_requests(runner, state, lengths)
     table, end = runner.req_to_token_pool.req_to_token, _find_end(requests)
     mapping = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
     places = [table[r.row, : len(r.slots)] for r in requests]
@@ -157,29 +150,50 @@ def restore_afterwards(places: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def _choose_lengths(window: int, page: int) -> list[tuple[int, int]]:
-    """Tokens cached and new, of each request; what is cached ends with a page.
+def choose_batches(runner: Any, state: ModelState) -> list[list[Lengths]]:
+    """Return a short request, one at the window's edge and one far beyond it, by batch.
 
-    >>> _choose_lengths(512, 1), _choose_lengths(32, 64)
-    ([(0, 7), (508, 6), (1025, 5)], [(0, 7), (0, 34), (128, 5)])
+    They are in one batch, or one after another where the table has fewer rows or the pools have
+    fewer slots: with two rows and 600 slots, for example, as [(595, 5)], [(508, 6)] and
+    [(0, 7), (0, 7)]. What is cached ends with a page. None is longer than any prompt of the server.
+
+    Raises:
+        NotComparableError: the server has room for prompts like which none can be made.
     """
-    before = max(0, window - _NEW // 2 - 1) // page * page
-    beyond = -(-(2 * window + 1) // page) * page
-    return [(0, _NEW), (before, window + 2 - before), (beyond, _NEW - 2)]
+    window = compat.attention.find_window(state.model.layers)
+    page = runner.token_to_kv_pool_allocator.page_size
+    table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool
+    slots = [len(pool.get_key_buffer(number)) for number in range(state.cut_layer + 1)]
+    # In each pool the first page is reserved, and in the table the first row.
+    pages, rows = min(slots) // page - 1, len(table) - 1
+    reach = min(max(slots) - page, table.shape[1])  # tokens of the longest prompt
+    longest = min(pages * page, reach)
+    if longest < min(window + 1, reach) or pages // 2 * page < _NEW:
+        raise NotComparableError(NO_ROOM)
+    requests, needed = list[Lengths](), 0
+    far = max(2 * window + 1, page)
+    for wanted, new in ((_NEW, _NEW), (window + 2, 6), (far + 5, 5)):
+        length = min(wanted, longest)
+        cached = max(0, length - new) // page * page
+        requests.append((cached, length - cached))
+        needed -= -length // page
+    short, edge, beyond = requests
+    separate = [[beyond], [edge], [short] * min(rows, 2)]
+    if rows < len(requests) or needed > pages:
+        return separate
+    if state.captured is not None and state.captured.rows[-1] < len(requests):
+        return [requests, *separate]  # no graph has room for all
+    return [requests]
 
 
-def _fit_requests(runner: Any, state: ModelState, window: int) -> list[Request]:
-    """Those that fit into the pools; the pages of each are shuffled, in each pool otherwise."""
-    page, table = runner.token_to_kv_pool_allocator.page_size, runner.req_to_token_pool.req_to_token
-    pool = runner.token_to_kv_pool
-    pages = min(len(pool.get_key_buffer(n)) for n in range(state.cut_layer + 1)) // page
+def _make_requests(runner: Any, state: ModelState, batch: Sequence[Lengths]) -> list[Request]:
+    """Requests of these lengths; the pages of each are shuffled, in each pool otherwise."""
+    page = runner.token_to_kv_pool_allocator.page_size
     vocabulary, draw = state.model.config.vocab_size, torch.Generator().manual_seed(0)
     requests, first_page = list[Request](), 1  # the first one is reserved
-    for cached, new in _choose_lengths(window, page):
-        row, length = len(requests) + 1, cached + new
+    for row, (cached, new) in enumerate(batch, start=1):
+        length = cached + new
         end_page = first_page - (-length // page)
-        if end_page > pages or length > table.shape[1] or row >= table.shape[0]:
-            continue
         # In the middle of the vocabulary: Gemma keeps special tokens at both ends.
         ids = torch.randint(vocabulary // 2, vocabulary * 9 // 10, (new,), generator=draw)
         tensors = [ids]

@@ -94,11 +94,14 @@ def find_reason() -> str | None:
 def check_model(runner: Any, state: ModelState) -> Checked:
     """Run and compare on a ``ModelRunner`` that serves no request; what was written is put back."""
     began = time.monotonic()
+    found = list[Difference]()
     try:
-        with run_both_paths(runner, state) as both:
-            worst = rounding.find_worst(both.findings())
-            if state.on_gpu:
-                both.compile_kernels(runner)
+        for lengths in requests.choose_batches(runner, state):
+            with run_both_paths(runner, state, lengths) as both:
+                found += both.findings()
+                if state.on_gpu:
+                    both.compile_kernels(runner)
+        worst = rounding.find_worst(found)
     except NotComparableError as why:
         return Checked(unchecked=str(why))
     except FastPathError:
@@ -107,13 +110,20 @@ def check_model(runner: Any, state: ModelState) -> Checked:
 
 
 @contextmanager
-def run_both_paths(runner: Any, state: ModelState) -> Iterator[BothPaths]:
-    """Both paths, stock watched on synthetic requests already; or ``NotComparableError``."""
+def run_both_paths(
+    runner: Any, state: ModelState, lengths: Sequence[requests.Lengths] = ()
+) -> Iterator[BothPaths]:
+    """Both paths, stock watched on synthetic requests already; or ``NotComparableError``.
+
+    Args:
+        lengths: of the requests, as for ``make_synthetic_requests``.
+    """
     with ExitStack() as stack:
         graphs = compat.server.get_captured_prefills(runner)
         if graphs is not None:  # prefills run eagerly
             stack.enter_context(replaced(graphs, can_run_graph=lambda _: False))
-        yield BothPaths(state, stack.enter_context(requests.make_synthetic_requests(runner, state)))
+        synthetic = requests.make_synthetic_requests(runner, state, lengths)
+        yield BothPaths(state, stack.enter_context(synthetic))
 
 
 class BothPaths:

@@ -23,31 +23,37 @@ from sglang_gemma4_yoco.checking.requests import (
     make_synthetic_requests,
 )
 from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.core import ranks
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
 TAIL, ROUNDINGS = "the captured tail", 2.0
-DIFFERS = "a graph does not give what the eager layers give"
+DIFFERS = "no graph gives what the eager layers give"
 
 
 def check_graphs(graphs: TailGraphs, runner: Any) -> str | None:
-    """Compare every graph with the eager layers; returns why none of them may be used, or None.
+    """Compare every graph with the eager layers, and drop those that differ, on all ranks.
 
-    All are compared, whatever is found: other ranks run the same layers.
+    Returns:
+        Why none of them may be used, or None.
     """
-    reason = None
-    for size in graphs.rows:
+    for size in graphs.rows:  # ascending: the next one then has the padding of a dropped one's rows
         try:
             largest = rounding.find_worst(compare_graph(graphs, runner, size))
         except NotComparableError as why:
             return str(why)
-        if reason is None and not largest.is_rounding:
+        agrees = largest.is_rounding
+        if not agrees:
             log.log_error(
                 f"Gemma 4 fast prefill: the tail captured for {size} rows differs from the "
                 f"eager one (relative error {largest.error:.1e}, up to "
                 f"{largest.allowed:.1e} is rounding) and is not used"
             )
-            reason = DIFFERS
-    return reason
+        differ = ranks.find_difference(f"the graph for {size} rows agrees: {agrees}")
+        if not agrees or differ is not None:
+            graphs.drop(size)
+    if not graphs.rows:
+        return DIFFERS
+    return None
 
 
 def compare_graph(graphs: TailGraphs, runner: Any, size: int) -> list[Difference]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed import parallel_state as parallel_state
+from sglang.srt.model_executor import runner as runners
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
@@ -38,6 +39,8 @@ def make_graph_backend(decode_steps: Any) -> Any:
 def capture_session(decode_steps: Any, backend: Any) -> Iterator[None]:
     """Here ``backend`` captures. With several ranks, all of them enter this together."""
     with (
+        # As SGLang does around its own captures: what is freed in one may end it.
+        runners.freeze_gc(server.read_argument("enable_cudagraph_gc")),
         capture_mode.model_capture_mode(),
         parallel_state.graph_capture(stream=decode_steps.stream) as captured,
         backend.capture_session(captured.stream),

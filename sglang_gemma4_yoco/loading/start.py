@@ -236,7 +236,7 @@ def _check_start(runner: Any, state: ModelState) -> Checked:
     if state.unsupported is not None:  # a forward of the check could not be cut, and has said why
         return checked
     if checked.worst is None and not checked.agrees:
-        _turn_off(state, check.UNCHECKED, checked)
+        _turn_off(state, f"{check.UNCHECKED}: {checked.unchecked}", "nothing was compared")
     elif not checked.agrees:
         _turn_off(state, check.FAILED, checked)
     elif differ is not None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,8 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     bucket = 80  # SGLang replays what fills more than half of it, as all batches here do
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED | {"cuda_graph_bs_prefill": [bucket]})
+        with one_graph_that_differs(rank):
+            assert record_tail(engine, ROWS).rows == (1, 4)
         record_tail(engine, ROWS)
         outcomes = []
         for prompts in BATCHES.values():
@@ -95,6 +98,23 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     mine += 1
     gathered.replay()
     assert gathered.outputs.tolist() == [[1, 1, 2, 2]]
+
+
+@contextmanager
+def one_graph_that_differs(rank: int) -> Iterator[None]:
+    """On one rank; no rank replays it, and both compare the next one with the same padding."""
+    from sglang_gemma4_yoco.checking import rounding, tail_graphs
+
+    stock = tail_graphs.compare_graph
+
+    def compare(tail: Any, runner: Any, size: int) -> Any:
+        found = stock(tail, runner, size)
+        if rank == 1 and size == 2:
+            found.append(rounding.make_defect("this rank's"))
+        return found
+
+    with mock.patch.object(tail_graphs, "compare_graph", compare):
+        yield
 
 
 def set_up_together(rank: int, port: int, path: Path) -> None:

@@ -32,7 +32,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import counters, settings
-from sglang_gemma4_yoco.checking import layerwise, requests
+from sglang_gemma4_yoco.checking import layerwise
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.requests import make_synthetic_requests
 from sglang_gemma4_yoco.checking.start import Checked
@@ -230,7 +230,6 @@ def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch
     state, norm = start.get_state(engine.text_model), engine.text_model.norm.weight.data
     kind: Any = type(engine.text_model)
     for owner, name, value, reason in (
-        (requests, "_choose_lengths", lambda *_: [(5000, 5)], requests.NO_ROOM),
         (state, "is_capturing", lambda: True, eligibility.CAPTURING),
         # As where another plugin has put a forward of its own in the place of the package's.
         (kind, "forward", kind.forward.__wrapped__, check.NOT_SEEN),
@@ -261,9 +260,10 @@ def test_a_server_that_cannot_be_checked_is_stock(
     assert [bool(record.exc_info) for record in errors] == [True, False], (
         "the first has a traceback"
     )
-    assert f"is off for this server: {check.UNCHECKED}; not checked: it failed" in off
+    reason = f"{check.UNCHECKED}: it failed: InjectedError"
+    assert f"is off for this server: {reason}; nothing was compared" in off
     assert started.report["check"]["unchecked"] == "it failed: InjectedError"
-    assert_stock(engine, check.UNCHECKED)
+    assert_stock(engine, reason)
 
 
 def test_a_start_that_fails_is_stock(engine: Engine, said: Callable[..., list[str]]) -> None:

@@ -1,0 +1,126 @@
+"""The check at start of a server with few rows in its table, small pools or short contexts.
+
+Prompts longer than the window are compared all the same, one after another where they have no room
+beside each other: else a window one key too short or too long would pass as "checked". What a
+server has no room to serve need not be compared, and what could not be compared is not served.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from weakref import WeakSet
+
+import pytest
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfigurator
+
+from harness.batches import batch_of
+from harness.checking import checked, tensors_unchanged
+from harness.decode_graphs import recorded_decode_steps
+from harness.forwards import ENGINE, assert_stock, state_of
+from scripts.bench.breakages import BREAKAGES
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco.checking import requests
+from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.commands import status
+from sglang_gemma4_yoco.core import state as states
+from sglang_gemma4_yoco.loading import metrics
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+WINDOW = E2B_TINY.sliding_window
+#: All heads are as wide, as one pool for all layers needs.
+SHAPE = dataclasses.replace(E2B_TINY, global_head_dim=E2B_TINY.head_dim)
+SHORT, LONG = "windows one key short", "windows one key long"
+#: Tokens of a server whose pool for the window has four fifths of the slots. SGLang starts none in
+#: which it has no more than the window.
+TOO_FEW, JUST_ENOUGH, PLENTY = 41, 42, 4096
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE)
+
+
+def start_engine(path: Path, **arguments: Any) -> Engine:
+    """An engine whose fast path the check has turned on, or off."""
+    return Engine(path, **(ENGINE | arguments))
+
+
+def find_wrong_windows(engine: Engine) -> list[str]:
+    """Those that the check finds; it finds none in what is right, and leaves nothing."""
+    found = []
+    with tensors_unchanged(engine):
+        assert checked(engine).agrees
+        for way in (SHORT, LONG):
+            with BREAKAGES[way](state_of(engine)):
+                if not checked(engine).agrees:
+                    found.append(way)
+    return found
+
+
+@pytest.mark.parametrize("tokens", [JUST_ENOUGH, JUST_ENOUGH + 1, PLENTY])
+@pytest.mark.parametrize("running", [1, 2, 3])
+def test_wrong_windows_are_found(path: Path, running: int, tokens: int) -> None:
+    """And several prompts are compared in one batch, where the server has such."""
+    engine = start_engine(path, max_running_requests=running, max_total_tokens=tokens)
+    assert find_wrong_windows(engine) == [SHORT, LONG]
+    batches = requests.choose_batches(engine.runner, state_of(engine))
+    assert (max(map(len, batches)) > 1) == (running > 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"max_total_tokens": WINDOW - 1}, []),
+        ({"max_total_tokens": WINDOW}, [SHORT]),
+        ({"max_total_tokens": WINDOW + 1}, [SHORT, LONG]),
+        ({"context_length": WINDOW // 2}, []),
+    ],
+)
+def test_windows_that_no_prompt_exceeds(
+    path: Path, arguments: dict[str, Any], found: list[str]
+) -> None:
+    """No key is outside of the longest prompt's window, so the check is whole without one."""
+    engine = start_engine(path, disable_hybrid_swa_memory=True, **arguments)
+    assert find_wrong_windows(engine) == found
+    assert state_of(engine).unsupported is None
+
+
+def test_what_has_no_room_is_not_served(path: Path, said: Callable[..., list[str]]) -> None:
+    """Prompts may be longer than the window, and K and V of none of these fit into its pool."""
+    with mock.patch.object(MemoryPoolConfigurator, "validate_swa_pool_size"):
+        engine = start_engine(path, max_total_tokens=TOO_FEW)
+    reason = f"{check.UNCHECKED}: {requests.NO_ROOM}"
+    assert f"is off for this server: {reason}; nothing was compared" in said(logging.ERROR)[-1]
+    with mock.patch.object(states, "_attached", WeakSet([state_of(engine)])):
+        described = metrics.describe_state()
+    assert described["check"]["unchecked"] == requests.NO_ROOM
+    assert status.verdict([described]) == (False, reason)
+    assert_stock(engine, reason, batch_of((0, 20)))
+
+
+def test_two_short_prompts_have_no_room_beside_each_other(path: Path) -> None:
+    """In any server of a user's they have."""
+    for tokens, is_whole in ((13, False), (14, True)):
+        engine = start_engine(path, disable_hybrid_swa_memory=True, max_total_tokens=tokens)
+        assert (state_of(engine).unsupported is None) == is_whole
+
+
+def test_a_captured_tail_with_less_room_than_the_table(path: Path) -> None:
+    """Of three requests; it is captured for one row and for two, and replayed on these."""
+    engine = start_engine(path, max_running_requests=3, cuda_graph_bs_decode=[2])
+    with recorded_decode_steps(engine):
+        tail = state_of(engine).captured
+        assert tail is not None, state_of(engine).report
+        assert tail.rows == (1, 2)
+        assert checked(engine).agrees
+        with BREAKAGES["a stale input of graphs: lengths"](state_of(engine)) as applies:
+            assert applies
+            assert not checked(engine).agrees
