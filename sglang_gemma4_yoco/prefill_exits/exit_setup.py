@@ -68,15 +68,16 @@ def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
         replaced(state.model, forward=forward),
     ):
         yield
-    # Where SGLang has captured decode steps alone, its prefills are those of an earlier capture.
-    captured = compat.server.get_captured_prefills(runner)
-    if captured is not None and graph_exits.get_exits(runner) is None:
-        _keep_to_text(runner, state)
+    _keep_to_text(runner, state)
 
 
 def _keep_to_text(runner: Any, state: ModelState) -> None:
     """Have captured prefills serve text alone, and none of them if they do it wrongly."""
     try:
+        # Where SGLang has captured decode steps alone, prefills are those of an earlier capture.
+        captured = compat.server.get_captured_prefills(runner)
+        if captured is None or graph_exits.get_exits(runner) is not None:
+            return
         graph_exits.PrefillGraphExits(state, runner).attach()
         same = not settings.current.self_check or text_inputs.inputs_agree(runner, state.model)
         differ = ranks.find_difference(f"inputs: {same}")
