@@ -145,9 +145,10 @@ def _wrap_optional() -> None:
         if owner is not None and hasattr(owner, name):
             setattr(owner, name, wrap(getattr(owner, name)))
             continue
+        missing = f"{path}.{name}"
         log.log_once(
-            f"Gemma 4 fast prefill: SGLang {compat.release.INSTALLED} lacks {path}.{name}, so "
-            "/server_info (which `status` reads) or /metrics cannot tell what is active; nothing "
+            f"Gemma 4 fast prefill: SGLang {compat.release.INSTALLED} lacks {missing}, so "
+            "/server_info, which status reads, or /metrics cannot tell what is active; nothing "
             "else needs it. Install a supported SGLang, or a newer sglang-gemma4-yoco",
             logging.WARNING,
         )
