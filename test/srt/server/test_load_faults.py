@@ -8,8 +8,6 @@ model's classes; a fault is put there by a plugin that SGLang finds before ours.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -137,35 +135,6 @@ def test_switched_off(tmp_path: Path) -> None:
     (line,) = ours(output)
     assert line.startswith("WARNING")
     assert line.endswith("is off: SGLANG_GEMMA4_YOCO=0")
-
-
-DETOKENIZER = """
-import multiprocessing, sys
-multiprocessing.process._parent_process = multiprocessing.current_process()
-import sglang.srt.managers.detokenizer_manager
-before = set(sys.modules)
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang_gemma4_yoco import plugin
-assert plugin.load.cache_info().currsize == 1, "it was not loaded"
-print(sorted(name for name in sys.modules.keys() - before if name.startswith("sglang.srt.model")))
-"""
-
-
-@pytest.mark.release
-def test_the_detokenizer_imports_nothing_of_a_model() -> None:
-    """In a process that has imported what SGLang's own detokenizer does, and no more."""
-    env = {**os.environ, "SGLANG_PLUGINS": "gemma4_yoco"}
-    done = subprocess.run(
-        [sys.executable, "-c", DETOKENIZER],
-        env=env,
-        cwd=_NOWHERE,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_SECONDS,
-    )
-    assert done.stdout == "[]\n"
 
 
 def test_loaded_twice(tmp_path: Path) -> None:
