@@ -106,6 +106,8 @@ def list_methods() -> Rows:
 
     for patched, name in patch.WRAPPED:
         yield f"`{patched.__module__}.{patched.__name__}`", f"`{name}`"
+    for path, name in patch.OPTIONAL:
+        yield f"`{path}`", f"`{name}`, if there is one"
 
 
 # ---------------------------------------------------------------- one prefill

@@ -7,6 +7,7 @@ logging is not configured yet, Python drops INFO lines, so what must be seen is 
 import functools
 import logging
 import os
+import sys
 from importlib.metadata import requires, version
 from multiprocessing import parent_process
 
@@ -14,6 +15,7 @@ from sglang_gemma4_yoco import __version__, settings
 from sglang_gemma4_yoco.log import logger
 
 GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
+_SCHEDULER = "sglang.srt.managers.scheduler"
 
 #: Why ``load`` has left SGLang as it was; None while it has not.
 why_not_installed: str | None = None
@@ -31,6 +33,14 @@ def check_version() -> None:
                 f"SGLang {installed} is not in the supported range {requirement.specifier}. "
                 "Install a supported SGLang, or another sglang-gemma4-yoco"
             )
+
+
+def _may_run_a_model() -> bool:
+    """Return False in a process that SGLang has started without its scheduler: the detokenizer.
+
+    There the imports of what is patched would take 3 s of a core, and 50 MB.
+    """
+    return parent_process() is None or _SCHEDULER in sys.modules
 
 
 def _install() -> None:
@@ -53,7 +63,8 @@ def load() -> None:
     try:
         settings.current = settings.read(os.environ)
         if settings.current.enabled:
-            _install()
+            if _may_run_a_model():
+                _install()
             return
         why_not_installed = f"{settings.SWITCH}=0"
         # One warning per server: from the process that starts the others.

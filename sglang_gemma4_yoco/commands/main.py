@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CommandError, OSError) as failure:  # OSError: of a file or a folder
         say(f"error: {failure}", sys.stderr)
         return 2
+    except ImportError as missing:
+        say(f"error: {missing}; run this where the server runs", sys.stderr)
+        return 2
     except KeyboardInterrupt:
         say("interrupted; all that was started is stopped", sys.stderr)
         return 130

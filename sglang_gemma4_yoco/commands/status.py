@@ -1,4 +1,7 @@
-"""Is fast prefill active on all schedulers of a server? Exit status: 0 yes, 1 no, 2 no answer."""
+"""Is fast prefill active on all schedulers of a server?
+
+Exit status: 0 yes, 1 no, 2 no answer, or one that does not say so.
+"""
 
 import argparse
 import os
@@ -13,8 +16,16 @@ ENTRY = "gemma4_yoco"
 NO_ENTRY = (
     f"the server has no entry {ENTRY}. Likely reasons: it is switched off ({SWITCH}=0); the "
     "package is not installed in the server's environment (run `sglang-gemma4-yoco doctor` there); "
-    "the plugin failed to load (see the lines `Gemma 4 fast prefill` in the server's log)"
+    "the plugin failed to load, or this SGLang does not ask it (see the lines `Gemma 4 fast "
+    "prefill` in the server's log)"
 )
+NO_SCHEDULERS = "the server names no scheduler"
+# By verdict the exit status, and the last line.
+_VERDICTS = {
+    True: (0, "The fast path is active."),
+    False: (1, "The fast path is NOT active: {}"),
+    None: (2, "The server does not say whether the fast path is active: {}"),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,27 +44,29 @@ def run(args: argparse.Namespace) -> int:
     """Query the server, and report; returns the exit status."""
     sglang, states = schedulers(args)
     active, reason = verdict(states)
+    status, line = _VERDICTS[active]
     if args.json:
         found = {"active": active, "reason": reason, "sglang": sglang}
         say(found | {"url": args.url, "schedulers": states})
     else:
         say(states, indent=1)  # null for a scheduler without an entry
-        said = "The fast path is active."
-        if not active:
-            said = f"The fast path is NOT active: {reason}"
-        say(said)
-    return int(not active)
+        say(line.format(reason))
+    return status
 
 
-def verdict(states: list[dict[str, Any] | None]) -> tuple[bool, str | None]:
-    """Whether the path is active on every scheduler, and the first reason why not."""
-    if not states:
-        return False, "the server names no scheduler"
-    for state in states:
-        if not state:
-            return False, NO_ENTRY
+def verdict(states: list[dict[str, Any] | None]) -> tuple[bool | None, str | None]:
+    """Whether the path is active on every scheduler, and the first reason why not.
+
+    None where no scheduler says that it is not, and not all of them say that it is.
+    """
+    known = list(filter(None, states))
+    for state in known:
         if not state.get("active"):
             return False, str(state.get("reason"))
+    if not states:
+        return None, NO_SCHEDULERS
+    if len(known) < len(states):
+        return None, NO_ENTRY
     return True, None
 
 

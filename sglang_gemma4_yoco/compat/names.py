@@ -4,13 +4,11 @@
 """
 
 import inspect
+import pkgutil
 from collections.abc import Iterator
+from typing import Any
 
-from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
-from sglang.srt.observability.metrics_collector import (
-    SchedulerMetricsCollector as SchedulerMetricsCollector,
-)
 
 from sglang_gemma4_yoco.compat import attention, batch, decode_graphs, layers, release
 
@@ -89,3 +87,11 @@ def check_names() -> None:
             f"SGLang {release.INSTALLED} lacks {missing}. "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         )
+
+
+def find_class(path: str) -> Any | None:
+    """Return SGLang's class of this name; None in a release that lacks it."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return None

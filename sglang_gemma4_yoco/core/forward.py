@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.core import cut, eligibility, plan
 from sglang_gemma4_yoco.core.model import NotCuttableError
 from sglang_gemma4_yoco.core.plan import Plan
@@ -54,15 +54,21 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if (
-            forward_batch.forward_mode is compat.batch.ForwardMode.DECODE
-            or torch.compiler.is_compiling()
-        ):
+        try:  # a model without a state may be anybody's, and its batch too
+            is_stock = (
+                forward_batch.forward_mode is compat.batch.ForwardMode.DECODE
+                or torch.compiler.is_compiling()
+                or STATE_ENTRY not in self.__dict__
+            )
+        except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves
+            log.log_failure(
+                "Gemma 4 fast prefill failed, the stock forward serves the batch", failure
+            )
+            is_stock = True
+        if is_stock:
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
+        state = self.__dict__[STATE_ENTRY]
         run = partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
-        state = self.__dict__.get(STATE_ENTRY)
-        if state is None:
-            return run()
         embeds = kwargs.get("input_embeds")
         if args:
             embeds = args[0]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, compat, counters, log
+from sglang_gemma4_yoco import __version__, compat, counters
 from sglang_gemma4_yoco.core.state import get_attached_state
 from sglang_gemma4_yoco.loading import limits
 
@@ -121,21 +121,15 @@ def replace_infinite(value: Any) -> Any:
 
 
 def add_to_server_info(output: Any) -> None:
-    """Put ``state`` into a scheduler's answer to /server_info. Never raises."""
-    try:
-        output.internal_state[ENTRY] = describe_state()
-    except Exception as failure:  # noqa: BLE001 - SGLang's own answer must not fail
-        log.log_failure("Gemma 4 fast prefill: /server_info goes without its state", failure)
+    """Put this process's entry into a scheduler's answer to /server_info."""
+    output.internal_state[ENTRY] = describe_state()
 
 
 def collect_metrics(labels: Mapping[str, Any]) -> None:
-    """Count in SGLang's metrics from now on, with the scheduler's labels. Never raises."""
-    try:
-        every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")
-        if labels.get("tp_rank", 0) == 0 or every_rank:
-            _collect_counters(labels)
-    except Exception as failure:  # noqa: BLE001 - a server without these metrics serves as well
-        log.log_failure("Gemma 4 fast prefill: its metrics are not collected", failure)
+    """Count in SGLang's metrics from now on, with the scheduler's labels."""
+    every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")
+    if labels.get("tp_rank", 0) == 0 or every_rank:
+        _collect_counters(labels)
 
 
 def _collect_counters(labels: Mapping[str, Any]) -> None:

@@ -1,15 +1,19 @@
-"""Wrap SGLang's methods, ``WRAPPED``, and add the two helpers of ``published``.
+"""Wrap SGLang's methods, ``WRAPPED`` and ``OPTIONAL``, and add the two helpers of ``published``.
 
 No class is replaced, so models that imported one by name are patched too. An SGLang with a fast
 prefill of its own keeps its helpers: they are what its flag calls.
+
+These methods run in every server, whatever it serves. So each calls this package inside of
+``start.guarded``, which lets no error out. A text model's forward has its guard in ``core``.
 """
 
 import functools
+import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import classes, metrics, published, start
@@ -17,19 +21,25 @@ from sglang_gemma4_yoco.models import registry
 
 _Model, _Runner = compat.layers.gemma4_causal.Gemma4TextModel, compat.names.ModelRunner
 _TEXT_MODELS: tuple[Any, ...] = tuple(registry.TEXT_MODELS)
+_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 #: Whether this process's SGLang is patched by this package.
 installed = False
 
 
-def _call_after(call: Callable[[Any, Any], object]) -> Callable[..., Callable[..., Any]]:
-    """What wraps a method so that ``call(self, result)`` is called after it."""
+def _call_after(failed: str, call: Callable[[Any, Any], object]) -> _Wrap:
+    """What wraps a method so that ``call(self, result)`` is called after it.
+
+    Args:
+        failed: the line that is logged where that fails.
+    """
 
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = stock(self, *args, **kwargs)
-            call(self, result)
+            with start.guarded(failed):
+                call(self, result)
             return result
 
         return method
@@ -37,52 +47,66 @@ def _call_after(call: Callable[[Any, Any], object]) -> Callable[..., Callable[..
     return wrap
 
 
-def _wrap_capture(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Capture the tail after SGLang's own graphs, at start and again for new weights."""
+def _enclose(part: Callable[[Any, Any], AbstractContextManager[None]]) -> _Wrap:
+    """What wraps a runner's method: it runs in ``part(runner, model)`` of each text model."""
 
-    @functools.wraps(stock)
-    def capture_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for model in _find_text_models(self):
-                stack.enter_context(start.set_up_after_capture(self, model))
-            return stock(self, *args, **kwargs)
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            models: list[Any] = []
+            with ExitStack() as parts:
+                with start.guarded("Gemma 4 fast prefill: its setup failed", models):
+                    models += _find_text_models(self)
+                    for model in models:
+                        parts.enter_context(part(self, model))
+                result = stock(self, *args, **kwargs)
+                with start.guarded("Gemma 4 fast prefill: its setup failed", models):
+                    parts.close()
+            return result
 
-    return capture_graphs
+        return method
+
+    return wrap
 
 
 def _find_text_models(runner: Any) -> list[Any]:
     """The text models of a runner that have a KV-shared tail; a draft model's is left alone."""
     if getattr(runner, "is_draft_worker", False):
         return []
-    models = [model for model in runner.model.modules() if isinstance(model, _TEXT_MODELS)]
+    modules = getattr(runner.model, "modules", list)  # on MLX it is no module of PyTorch's
+    models = [model for model in modules() if isinstance(model, _TEXT_MODELS)]
     return [model for model in models if first_shared_layer(model.config) is not None]
 
 
-def _start_models(runner: Any, _: Any) -> None:
-    for model in _find_text_models(runner):
-        start.start_model(runner, model)
-
-
 #: (class, attribute) -> what wraps it. Beside each: why, and what of SGLang's would replace it.
-WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+WRAPPED: dict[tuple[type, str], _Wrap] = {
     # To cut the layers. Needless when the model itself keeps the rows that are read (#27183).
     **{(model, "forward"): forward.wrap_model_forward for model in _TEXT_MODELS},
     # To build the tail's backend after the runner's, and to see each batch that is planned.
     # Needless when one backend can hold two plans.
-    (_Runner, "init_attention_backends"): _call_after(_start_models),
-    # To capture the tail after SGLang's own graphs, and to check it before it serves; the other two
-    # are called by themselves for new weights. Needless when SGLang's runner captures any function
-    # of few rows, and calls plugins when it is ready to serve.
-    (_Runner, "init_cuda_graphs"): _wrap_capture,
-    (_Runner, "init_decode_cuda_graph"): _wrap_capture,
-    (_Runner, "init_prefill_cuda_graph"): _wrap_capture,
+    (_Runner, "init_attention_backends"): _enclose(start.start_model),
+    # To capture the tail after SGLang's own graphs, at start and again for new weights, and to
+    # check it before it serves; the other two are called by themselves for new weights. Needless
+    # when SGLang's runner captures any function of few rows, and calls plugins when it is ready to
+    # serve.
+    (_Runner, "init_cuda_graphs"): _enclose(start.set_up_after_capture),
+    (_Runner, "init_decode_cuda_graph"): _enclose(start.set_up_after_capture),
+    (_Runner, "init_prefill_cuda_graph"): _enclose(start.set_up_after_capture),
+}
+#: The same, of classes by name, for what is only told: an SGLang may lack these.
+OPTIONAL: dict[tuple[str, str], _Wrap] = {
     # To say in /server_info what is active. Needless when plugins can add to it.
-    (compat.names.Scheduler, "get_internal_state"): _call_after(
-        lambda _, state: metrics.add_to_server_info(state)
+    ("sglang.srt.managers.scheduler.Scheduler", "get_internal_state"): _call_after(
+        "Gemma 4 fast prefill: /server_info goes without its state",
+        lambda _, state: metrics.add_to_server_info(state),
     ),
     # To count with the labels of SGLang's own metrics. Needless when plugins are given these.
-    (compat.names.SchedulerMetricsCollector, "__init__"): _call_after(
-        lambda collector, _: metrics.collect_metrics(collector.labels)
+    (
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector",
+        "__init__",
+    ): _call_after(
+        "Gemma 4 fast prefill: its metrics are not collected",
+        lambda collector, _: metrics.collect_metrics(collector.labels),
     ),
 }
 
@@ -109,6 +133,22 @@ def patch_sglang() -> None:
     wrapped = {(owner, name): wrap(getattr(owner, name)) for (owner, name), wrap in WRAPPED.items()}
     for (owner, name), method in wrapped.items():
         setattr(owner, name, method)
+    _wrap_optional()
     for helper in helpers:
         setattr(_Model, helper.__name__, helper)
     installed = True
+
+
+def _wrap_optional() -> None:
+    for (path, name), wrap in OPTIONAL.items():
+        owner = compat.names.find_class(path)
+        if owner is not None and hasattr(owner, name):
+            setattr(owner, name, wrap(getattr(owner, name)))
+            continue
+        missing = f"{path}.{name}"
+        log.log_once(
+            f"Gemma 4 fast prefill: SGLang {compat.release.INSTALLED} lacks {missing}, so "
+            "/server_info, which status reads, or /metrics cannot tell what is active; nothing "
+            "else needs it. Install a supported SGLang, or a newer sglang-gemma4-yoco",
+            logging.WARNING,
+        )

@@ -1,7 +1,7 @@
 """What happens when a runner starts: reasons against, the state, the captured tail, the check."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -45,13 +45,13 @@ def get_state(model: Any) -> ModelState:
 # -- SGLang has built its attention backends -------------------------------------------------------
 
 
-def start_model(runner: Any, model: Any) -> None:
-    """Decide anew whether prefills may be cut; with several ranks, the same on all of them."""
-    with _serve_stock_after_failure(model):
-        _start_state(runner, model)
+@contextmanager
+def start_model(runner: Any, model: Any) -> Iterator[None]:
+    """Here SGLang builds its attention backends; afterwards it is decided whether to cut prefills.
 
-
-def _start_state(runner: Any, model: Any) -> None:
+    With several ranks it is decided the same on all of them.
+    """
+    yield
     previous = find_state(model)
     if previous is not None:
         previous.close()
@@ -138,22 +138,28 @@ def _compile_kernels(state: ModelState) -> None:
 
 
 @contextmanager
-def _serve_stock_after_failure(model: Any) -> Iterator[None]:
-    """Where a part of the start fails, stock serves this model, and the server goes on.
+def guarded(failed: str, models: Sequence[Any] = ()) -> Iterator[None]:
+    """Where a part of this package fails in this block, SGLang goes on, and a line says so.
 
-    With several ranks the failure is raised: the others wait for this rank.
+    With several ranks the failure is raised if it is one of ``models``: the others wait for this
+    rank.
+
+    Args:
+        failed: the line.
+        models: the text models that are set up in the block; they are served by stock then.
     """
     try:
         yield
     except Exception as failure:
-        if not compat.server.is_single_rank():
+        if models and not compat.server.is_single_rank():
             raise
-        log.log_failure("Gemma 4 fast prefill: its setup failed", failure)
-        state = find_state(model)
-        if state is None:
-            state = ModelState(model, registry.find_kind(model), NOT_SET_UP)
-            state.attach(plan.plan_batch)
-        _turn_off(state, NOT_SET_UP, type(failure).__name__)
+        log.log_failure(failed, failure)
+        for model in models:
+            state = find_state(model)
+            if state is None:
+                state = ModelState(model, registry.find_kind(model), NOT_SET_UP)
+                state.attach(plan.plan_batch)
+            _turn_off(state, NOT_SET_UP, type(failure).__name__)
 
 
 # -- SGLang captures its own graphs ----------------------------------------------------------------
@@ -163,20 +169,20 @@ def _serve_stock_after_failure(model: Any) -> Iterator[None]:
 def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
     """Here SGLang captures this model's graphs; afterwards the fast path is set up."""
     state = find_state(model)
-    with ExitStack() as stack:
-        if state is not None:
-            with _serve_stock_after_failure(model):
-                # The tail's graphs hold SGLang's decode graphs. SGLang drops these before it
-                # captures others: the device may not have room for both.
-                compat.server.wait_for_device(runner.device)
-                lifecycle.drop_tail(state, lifecycle.NOT_YET)
-                if state.kind.LEAVES_CAPTURED_PREFILLS:
-                    stack.enter_context(exit_setup.repair_capture(runner, state))
+    if state is None:
         yield
-    if state is None or state.unsupported is not None:
         return
-    with _serve_stock_after_failure(model), restore_generators(runner.device):
-        set_up(runner, state)
+    # The tail's graphs hold SGLang's decode graphs. SGLang drops these before it captures others:
+    # the device may not have room for both.
+    compat.server.wait_for_device(runner.device)
+    lifecycle.drop_tail(state, lifecycle.NOT_YET)
+    with ExitStack() as stack:
+        if state.kind.LEAVES_CAPTURED_PREFILLS:
+            stack.enter_context(exit_setup.repair_capture(runner, state))
+        yield
+    if state.unsupported is None:
+        with restore_generators(runner.device):
+            set_up(runner, state)
 
 
 @contextmanager

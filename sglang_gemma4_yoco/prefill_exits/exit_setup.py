@@ -48,12 +48,17 @@ def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
     config, attention = runner.model.config, state.tail_layers[0].self_attn.attn
     with compat.captured_prefills.capture_with_exits(state.model, config, attention):
         yield
-    prefills = compat.server.get_captured_prefills(runner)
-    # Where SGLang has captured decode steps alone, its prefills are those of an earlier capture.
-    if prefills is not None and get_exits(runner) is None:
-        PrefillGraphExits(state, config, prefills)
-        # Without the state nothing would know how to serve by them.
-        state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))
+    try:
+        prefills = compat.server.get_captured_prefills(runner)
+        # Where SGLang has captured decode steps alone, prefills are those of an earlier capture.
+        if prefills is not None and get_exits(runner) is None:
+            PrefillGraphExits(state, config, prefills)
+            # Without the state nothing would know how to serve by them.
+            state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))
+    except Exception:
+        # Without the exits nothing would keep media out of these graphs.
+        runner.prefill_cuda_graph_runner = None
+        raise
 
 
 def open_exits(runner: Any, state: ModelState) -> None:

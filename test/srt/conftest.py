@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -230,7 +231,8 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plugin, "why_not_installed", None)
     monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "installed", False)
-    for patched, name in patch.WRAPPED:
+    named = [(pkgutil.resolve_name(path), name) for path, name in patch.OPTIONAL]
+    for patched, name in [*patch.WRAPPED, *named]:
         monkeypatch.setattr(patched, name, getattr(patched, name))
     for name in helpers:
         monkeypatch.delattr(model, name, raising=False)

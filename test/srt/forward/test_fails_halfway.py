@@ -17,10 +17,8 @@ the next decode step, the free slots, and every attribute of what outlives a for
 
 from __future__ import annotations
 
-import builtins
 import functools
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +31,7 @@ import torch
 from sglang.srt.model_executor import forward_context
 
 from harness.batches import batch_of
+from harness.call_sites import PACKAGE, SGLANGS, call_of, is_of_package
 from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, InjectedError, attention_of, outcomes, state_of
@@ -47,7 +46,7 @@ from sglang_gemma4_reference.engine import (
     settings_changed,
     switched,
 )
-from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits
@@ -60,9 +59,6 @@ pytestmark = [
 ]
 
 ERRORS = (InjectedError, torch.OutOfMemoryError)
-PACKAGE = f"{Path(settings.__file__).parent}/"
-STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
-SGLANGS = "SGLang's "  # before the name of what is called, if it is SGLang's
 AN_ANSWER = f"{SGLANGS}get_server_args"  # it raises where there is no server: no site
 GRAPH_REPLAYED = "RecordedGraphBackend.replay"  # when this fails the tail is eager from then on
 
@@ -97,45 +93,6 @@ class Site(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.phase}: {self.file}:{self.line} calls {self.callee}"
-
-
-@functools.cache
-def is_of_package(file: str) -> bool:
-    """Whether this is a file of the package."""
-    return file.startswith(PACKAGE)
-
-
-@functools.cache
-def is_of_python(file: str) -> bool:
-    """Whether Python itself brings this file, or makes it (``<string>``: a dataclass's methods)."""
-    return file.startswith("<") or (
-        file.startswith(STANDARD_LIBRARY) and "site-packages" not in file
-    )
-
-
-def call_of(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
-    """Of a profiler's event the frame that calls and the name of what it calls, if it is a site.
-
-    Args:
-        frame: of the function that is entered (``call``), or that calls one of C (``c_call``).
-    """
-    if event == "call":
-        caller = frame.f_back
-        if caller is None or not is_of_package(caller.f_code.co_filename):
-            return None
-        entered = frame.f_code
-        if is_of_python(entered.co_filename):
-            return None
-        owner = ""
-        if "/sglang/srt/" in entered.co_filename:
-            owner = SGLANGS
-        return caller, f"{owner}{entered.co_qualname}"
-    if event != "c_call" or not is_of_package(frame.f_code.co_filename):
-        return None
-    name = called.__qualname__
-    if called.__module__ in sys.stdlib_module_names or hasattr(builtins, name.split(".")[0]):
-        return None
-    return frame, name
 
 
 def phase_of(frame: Any) -> str | None:
@@ -226,7 +183,7 @@ def set_up(engine: Engine, part: str) -> None:
             without.enter_context(mock.patch.object(start, "_check_start", return_value=None))
         if part != "exits":
             without.enter_context(mock.patch.object(exit_setup, "open_exits"))
-        without.enter_context(start._serve_stock_after_failure(engine.text_model))
+        without.enter_context(start.guarded("its setup failed", [engine.text_model]))
         start.set_up(engine.runner, state)
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import multiprocessing
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,7 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_gemma4_yoco import compat, log, plugin, settings
-from sglang_gemma4_yoco.loading import patch
+from sglang_gemma4_yoco.loading import classes, patch
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
 
@@ -120,6 +123,36 @@ def test_a_method_that_is_gone(
         plugin.load()
     assert of_sglang() == before
     assert f"'{owner.__name__}' has no attribute '{name}_by_another_name'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "path", ["sglang.srt.managers.scheduler.Scheduler", "sglang.srt.managers.scheduler.No", "no.C"]
+)
+def test_what_only_tells_is_gone(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[..., list[str]], path: str
+) -> None:
+    """Prefills are cut all the same, and a warning says that a server cannot tell."""
+    monkeypatch.setattr(patch, "OPTIONAL", {(path, "no_method"): None})
+    monkeypatch.setattr(patch._Model, "forward", inspect.unwrap(patch._Model.forward))
+    plugin.load()
+    assert plugin.why_not_installed is None
+    assert classes.is_ours(patch._Model.forward)
+    [line] = said(logging.WARNING)
+    assert f"lacks {path}.no_method, so /server_info" in line
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_a_process_that_runs_no_model_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, imported: bool
+) -> None:
+    """SGLang has started it, and its scheduler is not imported there, as in the detokenizer."""
+    if not imported:
+        monkeypatch.delitem(sys.modules, plugin._SCHEDULER, raising=False)
+    monkeypatch.setattr(plugin, "parent_process", multiprocessing.current_process)
+    monkeypatch.setattr(patch._Model, "forward", inspect.unwrap(patch._Model.forward))
+    plugin.load()
+    assert patch.installed == classes.is_ours(patch._Model.forward) == imported
+    assert plugin.why_not_installed is None
 
 
 def _anything(*_: Any) -> None:

@@ -31,7 +31,7 @@ from scripts.bench.breakages import BREAKAGES
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
-from sglang_gemma4_yoco import counters, settings
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.checking import layerwise
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.requests import make_synthetic_requests
@@ -40,7 +40,7 @@ from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.loading import limits, metrics, start
+from sglang_gemma4_yoco.loading import limits, metrics, patch, start
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 from sglang_gemma4_yoco.replaced import replaced
 
@@ -280,13 +280,11 @@ def test_a_start_that_fails_is_stock(engine: Engine, said: Callable[..., list[st
 def test_a_capture_of_sglangs_goes_on(
     started: ModelState, engine: Engine, said: Callable[..., list[str]], part: str
 ) -> None:
-    captured = []
-    with (
-        mock.patch.object(exit_setup, part, side_effect=InjectedError),
-        start.set_up_after_capture(engine.runner, engine.text_model),
-    ):
-        captured.append("by SGLang")
-    assert captured
+    captured = list[Any]()
+    capture_graphs = patch.WRAPPED[compat.names.ModelRunner, "init_cuda_graphs"](captured.append)
+    with mock.patch.object(exit_setup, part, side_effect=InjectedError):
+        capture_graphs(engine.runner)
+    assert captured == [engine.runner]
     assert started.unsupported == start.NOT_SET_UP
     assert "could not be set up; InjectedError" in said(logging.ERROR)[-1]
     assert_stock(engine, start.NOT_SET_UP)

@@ -21,6 +21,7 @@ REPO = Path(__file__).resolve().parents[3]
 PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
 # A call of one of these logs its first argument; ``Logger.log`` has the level before it.
 LOGGING = {"log_once", "log_error", "log_failure", "info", "warning", "error", "log"}
+LOGGING |= {"guarded", "_call_after"}  # where something fails
 FORMAT = re.compile(r"%[sr]")
 
 

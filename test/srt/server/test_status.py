@@ -62,14 +62,14 @@ def test_the_sample_in_the_documents(capsys: Captured) -> None:
 
 
 def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> None:
-    """It has no entry: the likely reasons are listed."""
+    """It has no entry, which has other reasons as well: they are listed."""
     code, out, err = report(capsys, off_server.url)
-    assert (code, err) == (1, [])
-    assert out[-1] == f"The fast path is NOT active: {NO_ENTRY}"
+    assert (code, err) == (2, [])
+    assert out[-1] == f"The server does not say whether the fast path is active: {NO_ENTRY}"
     assert "SGLANG_GEMMA4_YOCO=0" in out[-1]
     code, [line], _ = report(capsys, "--json", off_server.url)
     document = json.loads(line)
-    assert (code, document["active"], document["reason"]) == (1, False, NO_ENTRY)
+    assert (code, document["active"], document["reason"]) == (2, None, NO_ENTRY)
     assert document["schedulers"] == [None]
 
 
@@ -261,11 +261,12 @@ def test_no_secret_of_a_server_is_shown(
     [
         ([{"active": True}, {"active": True}], (True, None)),
         ([{"active": True}, {"active": False, "reason": "LoRA"}], (False, "LoRA")),
-        ([{"active": True}, None], (False, NO_ENTRY)),
-        ([], (False, "the server names no scheduler")),
+        ([{"active": True}, None], (None, NO_ENTRY)),
+        ([None, {"active": False, "reason": "LoRA"}], (False, "LoRA")),
+        ([], (None, status.NO_SCHEDULERS)),
     ],
 )
 def test_all_schedulers_count(
-    states: list[dict[str, Any] | None], verdict: tuple[bool, str | None]
+    states: list[dict[str, Any] | None], verdict: tuple[bool | None, str | None]
 ) -> None:
     assert status.verdict(states) == verdict

@@ -38,7 +38,8 @@ def test_entry_point_is_registered_once() -> None:
 def test_load_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, not_loaded: None
 ) -> None:
-    from sglang_gemma4_yoco import compat
+    from sglang.srt.managers.scheduler import Scheduler
+
     from sglang_gemma4_yoco.loading import patch
 
     def broken() -> None:
@@ -46,11 +47,11 @@ def test_load_never_raises(
 
     monkeypatch.setattr(patch, "patch_sglang", broken)
     monkeypatch.setenv(settings.SWITCH, "1")
-    answers = compat.names.Scheduler.get_internal_state
+    answers = Scheduler.get_internal_state
     with caplog.at_level(logging.INFO):
         plugin.load()
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "something else" in record.getMessage()
     assert plugin.why_not_installed == "something else"
-    assert compat.names.Scheduler.get_internal_state is answers
+    assert Scheduler.get_internal_state is answers

@@ -1,0 +1,58 @@
+"""Calls that lines of the package make, as Python's profiler (``sys.setprofile``) sees them.
+
+What Python itself brings is none of them (``len``, ``dict.get``, ``contextlib``).
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from sglang_gemma4_yoco import settings
+
+PACKAGE = f"{Path(settings.__file__).parent}/"
+STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
+SGLANGS = "SGLang's "  # before the name of what is called, if it is SGLang's
+
+
+@functools.cache
+def is_of_package(file: str) -> bool:
+    """Whether this is a file of the package."""
+    return file.startswith(PACKAGE)
+
+
+@functools.cache
+def is_of_python(file: str) -> bool:
+    """Whether Python itself brings this file, or makes it (``<string>``: a dataclass's methods)."""
+    return file.startswith("<") or (
+        file.startswith(STANDARD_LIBRARY) and "site-packages" not in file
+    )
+
+
+def call_of(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
+    """Of a profiler's event the frame that calls and the name of what it calls, if it is a site.
+
+    Args:
+        frame: of the function that is entered (``call``), or that calls one of C (``c_call``).
+    """
+    if event == "call":
+        caller = frame.f_back
+        if caller is None or not is_of_package(caller.f_code.co_filename):
+            return None
+        entered = frame.f_code
+        if is_of_python(entered.co_filename):
+            return None
+        owner = ""
+        if "/sglang/srt/" in entered.co_filename:
+            owner = SGLANGS
+        return caller, f"{owner}{entered.co_qualname}"
+    if event != "c_call" or not is_of_package(frame.f_code.co_filename):
+        return None
+    name = called.__qualname__
+    if called.__module__ in sys.stdlib_module_names or hasattr(builtins, name.split(".")[0]):
+        return None
+    return frame, name
