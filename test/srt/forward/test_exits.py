@@ -433,6 +433,18 @@ def test_the_repair_lasts_while_sglang_captures(
     assert not any(patched())
 
 
+def test_graphs_that_get_no_exits_are_not_used(engine: Engine) -> None:
+    """Nothing would keep media out of them."""
+    captured = SimpleNamespace(model=engine.runner.model, prefill_cuda_graph_runner=object())
+    with (
+        mock.patch.object(exit_setup, "PrefillGraphExits", side_effect=InjectedError),
+        pytest.raises(InjectedError),
+        exit_setup.repair_capture(captured, state_of(engine)),
+    ):
+        pass
+    assert captured.prefill_cuda_graph_runner is None
+
+
 def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
     """Nothing else would keep media out of them."""
     runner, state = engine.runner, state_of(engine)
