@@ -70,4 +70,4 @@ def test_tests_that_wait_for_a_gpu_run_without_one() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     output = done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert (done.returncode, passed is not None and int(passed[1]) > 25) == (0, True), output
+    assert (done.returncode, passed is not None and int(passed[1]) >= 25) == (0, True), output
