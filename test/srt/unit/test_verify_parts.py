@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -400,3 +401,21 @@ def test_times() -> None:
     assert Times.of([2.0]) == Times(2.0, 2.0, 2.0)
     assert Times.of([3.0, 1.0, 2.0, 5.0, 4.0]) == Times(3.0, 1.8, 4.2)
     assert str(Times(1.0, 0.0005, 2.0)) == "1.000 (0.001-2.000)"
+
+
+WITHOUT_PACKAGING = """
+import sys
+sys.modules["packaging"] = None
+from sglang_gemma4_yoco.commands.main import main
+raise SystemExit(main(["verify", "--model-path", "./none"]))
+"""
+
+
+def test_a_missing_import_is_one_line(tmp_path: Path) -> None:
+    """In an environment that is not the server's."""
+    command = [sys.executable, "-c", WITHOUT_PACKAGING]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "packaging" in line
