@@ -128,6 +128,11 @@ def is_unused() -> bool:
 def count_failure(error: Exception, rows_in_all: int) -> None:
     """Count a forward that failed on the fast path and is served by stock; log the error."""
     _count_forward(FAILED, rows_in_all)
+    log_failed_forward(error)
+
+
+def log_failed_forward(error: Exception) -> None:
+    """Log the error of a forward that stock serves."""
     log.log_failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)
 
 

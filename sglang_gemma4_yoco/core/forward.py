@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import compat, counters, log
+from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import cut, eligibility, plan
 from sglang_gemma4_yoco.core.model import NotCuttableError
 from sglang_gemma4_yoco.core.plan import Plan
@@ -61,9 +61,7 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
                 or STATE_ENTRY not in self.__dict__
             )
         except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves
-            log.log_failure(
-                "Gemma 4 fast prefill failed, the stock forward serves the batch", failure
-            )
+            counters.log_failed_forward(failure)
             is_stock = True
         if is_stock:
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from typing import Any
 
 import psutil
 import pytest
 
+from harness.ended import assert_killed_alone
 from harness.server import wait_until
 from scripts.bench import bench_checks
 from scripts.bench.bench_checks import ENOUGH
@@ -49,9 +49,8 @@ def test_false_alarms_and_misses_are_counted() -> None:
 def test_a_run_that_is_killed_leaves_no_process() -> None:
     """By SIGKILL, while its two processes work."""
     command = [sys.executable, str(REPO / "scripts" / "bench" / "bench_checks.py"), "--models", "1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        main = psutil.Process(process.pid)
 
+    def workers_of(main: psutil.Process) -> list[psutil.Process]:
         def find() -> list[psutil.Process]:
             found = []
             for one in main.children():
@@ -61,11 +60,6 @@ def test_a_run_that_is_killed_leaves_no_process() -> None:
                 found.clear()
             return found
 
-        try:
-            family = wait_until(find, "two processes", 300)
-        finally:
-            process.kill()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    for one in alive:
-        one.kill()
-    assert alive == []
+        return wait_until(find, "two processes", 300)
+
+    assert_killed_alone(command, workers_of)

@@ -23,6 +23,7 @@ import pytest
 from harness import forked
 from harness.doctor import environment
 from harness.documented import sample
+from harness.ended import assert_ended, assert_killed_alone
 from harness.server import (
     Server,
     changed_package,
@@ -418,16 +419,7 @@ def servers_of(command: psutil.Process) -> list[psutil.Process]:
 @pytest.mark.usefixtures("stand_in")
 def test_a_command_that_is_killed_leaves_no_process(tiny_checkpoint: Path) -> None:
     """By SIGKILL, while servers start whose children ignore SIGTERM."""
-    command = [*VERIFY, "--model-path", str(tiny_checkpoint)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            family = servers_of(psutil.Process(process.pid))
-        finally:
-            process.kill()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    for one in alive:
-        one.kill()
-    assert alive == []
+    assert_killed_alone([*VERIFY, "--model-path", str(tiny_checkpoint)], servers_of)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -458,9 +450,8 @@ def test_signals_leave_no_process(
         signal.signal(number, before)
     assert status == 128 + number
     assert ("interrupted" in capsys.readouterr().err) is (number == signal.SIGINT)
-    _, alive = psutil.wait_procs(family, timeout=5)
     assert family
-    assert alive == []
+    assert_ended(family)
 
 
 @pytest.mark.usefixtures("stand_in")
