@@ -1,17 +1,16 @@
-"""Prefill forwards of this process, counted by outcome, and their rows; audits.
-
-Decode steps are not counted. A process runs one forward at a time, so there is no lock.
-"""
+"""Prefill forwards counted by outcome, and their rows; audits. Decode steps are not counted."""
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.refusal import Refusal, ServerRefusal
 
-# Outcomes of a forward; the reason for which it runs as stock is another.
+#: What became of a forward: one of the following, or the reason for which it ran as stock.
+Outcome = str | Refusal
+
 TAIL_EAGER = "active_eager"
 TAIL_CAPTURED = "active_captured"
 TAIL_SKIPPED = "active_intermediate_chunk"
@@ -42,104 +41,88 @@ class Audits:
     worst: float = 0.0
 
 
-#: Forwards of this process by outcome, their rows by whether the last layer computed them, audits.
-forwards: Counter[str] = Counter()
-rows: Counter[str] = Counter()
-audits = Audits()
-#: The reasons for which all batches of this server run as stock.
-server_reasons: set[str] = set()
+@dataclass(eq=False)
+class Counters:
+    """Counts of forwards. One forward runs at a time, so there is no lock.
 
-#: Called with what was counted: in which of the three, as what, and by how much.
-observers: list[Callable[[str, str, int], None]] = []
-# The outcomes of forwards that are counted apart.
-_not_counted: Counter[str] | None = None
+    Attributes:
+        logs: the first forward that is cut, and the first of each reason, are logged.
+        forwards: by outcome.
+        rows: by whether the last layer computed them.
+        observers: called with what was counted: in which of the three, as what, and by how much.
+    """
 
+    logs: bool = True
+    forwards: Counter[Outcome] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)
+    audits: Audits = field(default_factory=Audits)
+    observers: list[Callable[[str, Outcome, int], None]] = field(default_factory=list)
 
-@contextmanager
-def count_apart() -> Iterator[Counter[str]]:
-    """Forwards here are not logged, and counted only in the Counter that this yields."""
-    global _not_counted
-    _not_counted = outcomes = Counter[str]()
-    try:
-        yield outcomes
-    finally:
-        _not_counted = None
+    def _count_forward(self, outcome: Outcome, computed: int, skipped: int = 0) -> None:
+        self.forwards[outcome] += 1
+        self.rows[COMPUTED] += computed
+        self.rows[SKIPPED] += skipped
+        self._notify_observers("forwards", outcome, 1)
+        self._notify_observers("rows", COMPUTED, computed)
+        self._notify_observers("rows", SKIPPED, skipped)
 
+    def _notify_observers(self, name: str, label: Outcome, number: int) -> None:
+        try:
+            for call in self.observers:
+                call(name, label, number)
+        except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
+            self.observers.clear()
+            log.log_failure("Gemma 4 fast prefill: its metrics are no longer collected", broken)
 
-def _count_forward(outcome: str, computed: int, skipped: int = 0) -> None:
-    if _not_counted is not None:
-        _not_counted[outcome] += 1
-        return
-    forwards[outcome] += 1
-    rows[COMPUTED] += computed
-    rows[SKIPPED] += skipped
-    _notify_observers("forwards", outcome, 1)
-    _notify_observers("rows", COMPUTED, computed)
-    _notify_observers("rows", SKIPPED, skipped)
+    def count_cut(
+        self, describe: Callable[[], str], outcome: str, *, computed: int, skipped: int
+    ) -> None:
+        """Count a forward on the fast path; log ``describe()`` at the first one."""
+        is_first = CUT.isdisjoint(self.forwards)
+        self._count_forward(outcome, computed, skipped)
+        if is_first and self.logs:
+            log.log_once(f"Gemma 4 fast prefill is active: {describe()}")
 
+    def count_ineligible(self, refusal: Refusal, rows: int) -> None:
+        """Count a forward that ran as stock; log the reason, unless it was logged before."""
+        self._count_forward(refusal, rows)
+        is_logged_already = isinstance(refusal, ServerRefusal)
+        if self.logs and refusal.is_logged and not is_logged_already:
+            log.log_once(f"Gemma 4 fast prefill falls back to stock: {refusal}")
 
-def _notify_observers(name: str, label: str, number: int) -> None:
-    try:
-        for call in observers:
-            call(name, label, number)
-    except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
-        observers.clear()
-        log.log_failure("Gemma 4 fast prefill: its metrics are no longer collected", broken)
+    def count_unseen(self, rows: int) -> None:
+        """Count a prefill that was to be cut and that some other code has run; warn of many."""
+        self._count_forward(UNSEEN, rows)
+        if self.is_unused():
+            log.log_once(
+                f"Gemma 4 fast prefill is set up, but no prefill was cut: {_MANY_UNSEEN} that "
+                "could be were run by SGLang's CUDA graphs or another plugin",
+                logging.WARNING,
+            )
 
+    def is_unused(self) -> bool:
+        """Return True if many prefills were unseen, and none was cut."""
+        return self.forwards[UNSEEN] >= _MANY_UNSEEN and CUT.isdisjoint(self.forwards)
 
-def count_cut(describe: Callable[[], str], outcome: str, *, computed: int, skipped: int) -> None:
-    """Count a forward on the fast path; log ``describe()`` at the first one."""
-    is_first = CUT.isdisjoint(forwards)
-    _count_forward(outcome, computed, skipped)
-    if is_first and _not_counted is None:
-        log.log_once(f"Gemma 4 fast prefill is active: {describe()}")
+    def count_failure(self, error: Exception, rows: int) -> None:
+        """Count a forward that failed on the fast path and is served by stock; log the error."""
+        self._count_forward(FAILED, rows)
+        log_failed_forward(error)
 
-
-def count_ineligible(reason: str, rows_in_all: int, *, logged: bool = True) -> None:
-    """Count a forward that ran as stock; log the reason, unless it was logged before."""
-    _count_forward(reason, rows_in_all)
-    if logged and _not_counted is None and reason not in server_reasons:
-        log.log_once(f"Gemma 4 fast prefill falls back to stock: {reason}")
-
-
-def note_unsupported(reason: str, level: int = logging.INFO, *, logged: bool = True) -> None:
-    """Log why all batches of this server run as stock; it is not logged again for a batch."""
-    server_reasons.add(reason)
-    if logged:
-        log.log_once(f"Gemma 4 fast prefill falls back to stock for this server: {reason}", level)
-
-
-def count_unseen(rows_in_all: int) -> None:
-    """Count a prefill that was to be cut and that some other code has run; warn of many."""
-    _count_forward(UNSEEN, rows_in_all)
-    if is_unused():
-        log.log_once(
-            f"Gemma 4 fast prefill is set up, but no prefill was cut: {_MANY_UNSEEN} that could be "
-            "were run by SGLang's CUDA graphs or another plugin",
-            logging.WARNING,
-        )
-
-
-def is_unused() -> bool:
-    """Whether many prefills were unseen, and none was cut."""
-    return forwards[UNSEEN] >= _MANY_UNSEEN and CUT.isdisjoint(forwards)
+    def count_audit(self, excess: float, *, agrees: bool) -> None:
+        """Count a forward that was run again as stock."""
+        self.audits.agree += agrees
+        self.audits.differ += not agrees
+        self.audits.worst = max(self.audits.worst, excess)
+        self._notify_observers("audits", AGREES, int(agrees))
+        self._notify_observers("audits", DIFFERS, int(not agrees))
 
 
-def count_failure(error: Exception, rows_in_all: int) -> None:
-    """Count a forward that failed on the fast path and is served by stock; log the error."""
-    _count_forward(FAILED, rows_in_all)
-    log_failed_forward(error)
+#: Those of this process, which /server_info and /metrics have. No state of a model owns them: a
+#: state is made anew when its runner starts again, and metrics are of a process and only grow.
+served = Counters()
 
 
 def log_failed_forward(error: Exception) -> None:
     """Log the error of a forward that stock serves."""
     log.log_failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)
-
-
-def count_audit(excess: float, *, agrees: bool) -> None:
-    """Count a forward that was run again as stock."""
-    audits.agree += agrees
-    audits.differ += not agrees
-    audits.worst = max(audits.worst, excess)
-    _notify_observers("audits", AGREES, int(agrees))
-    _notify_observers("audits", DIFFERS, int(not agrees))

@@ -57,14 +57,12 @@ def find_reason(runner: Any, state: ModelState) -> str | None:
     return compat.decode_graphs.find_memory_reason(torch.device(runner.device))
 
 
-def drop_tail(state: ModelState, reason: str) -> None:
+def drop_tail(state: ModelState, reason: str = NOT_YET) -> None:
     """Run the tail eagerly from now on, for this reason; free what was captured."""
     captured, state.captured = state.captured, None
     state.report["tail"] = f"eager ({reason})"
     if captured is not None:
         captured.close()
-    if reason != NOT_YET:
-        log.log_once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
 
 
 def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
@@ -77,19 +75,20 @@ def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
         Exception: it failed, and other ranks wait for this one.
     """
     try:
-        drop_tail(state, NOT_YET)
+        drop_tail(state)
         reason = find_reason(runner, state)
         reason = ranks.find_difference(f"captured: {reason}") or reason
         if reason is None:
             reason = _capture_and_check(runner, state, check_graphs)
     except BaseException as failure:
-        drop_tail(state, NOT_YET)
+        drop_tail(state)
         if not isinstance(failure, Exception) or not compat.server.is_single_rank():
             raise
         log.log_failure("Gemma 4 fast prefill: capturing the tail failed", failure)
         reason = f"capturing failed: {type(failure).__name__}"
     if reason is not None:
         drop_tail(state, reason)
+        log.log_once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
 
 
 def _capture_and_check(runner: Any, state: ModelState, check_graphs: _Check) -> str | None:

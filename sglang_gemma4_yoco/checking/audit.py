@@ -13,7 +13,7 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
-from sglang_gemma4_yoco import compat, counters, log, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking import exit_check, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Difference
@@ -21,9 +21,10 @@ from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.plan import EagerTail, Plan, make_eager_tail
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail_batch import rewrite_batch
+from sglang_gemma4_yoco.refusal import ServerRefusal
 
 TABLES = "SGLang may rewrite its tables before an audit plans with them"
-DIFFERED = "an audited prefill differed from stock's"
+DIFFERED = ServerRefusal("an audited prefill differed from stock's", level=logging.ERROR)
 _MOST_LINES = 16  # errors that are logged; the others are counted
 
 
@@ -133,6 +134,7 @@ class Auditor:
         worst = rounding.find_worst(found)
         differ = ranks.find_difference(f"an audit: {worst.is_rounding}")
         agrees = worst.is_rounding and differ is None
+        counters = self._state.counters
         counters.count_audit(worst.excess, agrees=agrees)
         if agrees:
             return
@@ -147,4 +149,3 @@ class Auditor:
             )
         if self._strict:
             self._state.turn_off(DIFFERED)
-            counters.note_unsupported(DIFFERED, logging.ERROR)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.counters import Counters, Outcome
 from sglang_gemma4_yoco.replaced import replaced
 
 NO_ROOM = "the pools have no room for a prompt longer than the window, or for two short ones"
@@ -46,7 +47,7 @@ class Run(NamedTuple):
     logits: torch.Tensor  # [requests, vocabulary]
     #: K and V of the new tokens, each [T, kv_heads, head_dim], by layer from 0 to S-1.
     caches: dict[int, KeysAndValues]
-    outcome: str | None  # as which it was counted; None if it was not counted
+    outcome: Outcome | None  # as which it was counted; None if it was not counted
 
 
 class SyntheticRequests:
@@ -55,7 +56,7 @@ class SyntheticRequests:
     def __init__(self, runner: Any, state: ModelState, requests: Sequence[Request]) -> None:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
-        self._runner = runner
+        self._runner, self._state = runner, state
         new = _list_new_slots(requests)
         self._caches: dict[int, CachedTokens] = {}
         for layer in range(state.cut_layer + 1):
@@ -81,10 +82,11 @@ class SyntheticRequests:
             # What is not written must not look as if it were.
             cached.write(before.get(layer, (0, 0)))
         batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
-        with counters.count_apart() as outcomes:
+        own = Counters(logs=False)
+        with replaced(self._state, counters=own):
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
         caches = {layer: cached.read() for layer, cached in self._caches.items()}
-        return Run(logits, caches, next(iter(outcomes), None))
+        return Run(logits, caches, next(iter(own.forwards), None))
 
     def others_changed(self) -> bool:
         """Whether any slot that is not for a new token of these has been written to."""

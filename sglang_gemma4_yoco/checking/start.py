@@ -28,10 +28,10 @@ from sglang_gemma4_yoco.core.forward import EagerForward, serve_forward
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.refusal import ServerRefusal
 from sglang_gemma4_yoco.replaced import replaced
 
-OFF = f"{settings.name_of('self_check')}=0"
-FAILED = "its self-check at start failed"
+FAILED = ServerRefusal("its self-check at start failed", is_logged=False)
 UNCHECKED = "its self-check at start could not be run"
 NOT_FINITE = "stock's own answers are not finite numbers"
 NOT_SEEN = "such prefills run in no way that could be seen"  # replayed from a CUDA graph
@@ -56,12 +56,13 @@ class Checked:
     worst: Difference | None = None
     seconds: float = 0.0
     unchecked: str | None = None
+    is_wanted: bool = True
 
     @property
     def agrees(self) -> bool:
         """Whether prefills may be cut: nothing differs, or the operator wants no check."""
         if self.worst is None:
-            return self.unchecked == OFF
+            return not self.is_wanted
         return self.worst.is_rounding
 
     def __str__(self) -> str:  # for the log
@@ -84,11 +85,8 @@ class Checked:
         }
 
 
-def find_reason() -> str | None:
-    """Why the check is not made on this server, or None; the same on all ranks."""
-    if settings.current.self_check:
-        return None
-    return OFF
+#: The result where the operator wants no check, on all ranks.
+NOT_WANTED = Checked(unchecked=f"{settings.name_of('self_check')}=0", is_wanted=False)
 
 
 def check_model(runner: Any, state: ModelState) -> Checked:
@@ -139,7 +137,7 @@ class BothPaths:
         self._starts = [*lens[:-1], 0]
         self._starts[0] = 2
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
-        as_stock = replaced(state, unsupported="it is being compared")
+        as_stock = replaced(state, unsupported=ServerRefusal("it is being compared"))
         with layerwise.watch_stock(state, stock, first=0), as_stock:
             run = synthetic.run(self._starts)
         if not stock.layer_inputs:
@@ -232,7 +230,7 @@ class BothPaths:
         if run.outcome == counters.FAILED:
             raise FastPathError
         if run.outcome not in counters.CUT:
-            raise NotComparableError(run.outcome or NOT_SEEN)
+            raise NotComparableError(str(run.outcome or NOT_SEEN))
         found = list[Difference]()
         for layer, expected in self._before_cut.items():
             found += layerwise.compare_keys_and_values(layer, expected, run.caches[layer])

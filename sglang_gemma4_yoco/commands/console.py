@@ -64,6 +64,11 @@ class Report:
         self.lines.append(f"  {label:<20}  {text}".rstrip())
         self.entries |= entries
 
+    def refuse(self, refusal: object | None) -> None:
+        """Add a reason why the path would not be active, if there is one."""
+        if refusal is not None:
+            self.refusals.append(str(refusal))
+
     @property
     def exit_status(self) -> int:
         """0: the path would be active, 1: not, 2: that cannot be determined."""

@@ -18,7 +18,6 @@ from transformers import PretrainedConfig
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands.console import CommandError, Report
 from sglang_gemma4_yoco.commands.redact import show_flags
-from sglang_gemma4_yoco.core.eligibility import EMBEDDINGS
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import classes, limits, metrics, patch
 from sglang_gemma4_yoco.prefill_exits import exit_setup
@@ -34,7 +33,7 @@ def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
     report.entries["plugins"]["installed"] = patch.installed
     untested = limits.find_release_reason()
     if untested is not None:
-        report.refusals.append(untested)
+        report.refuse(untested)
     elif compat.release.is_newer_than_tested():
         report.add("SGLang", f"{compat.release.INSTALLED} was not tested: {limits.RUNS_UNTESTED}")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -140,8 +139,8 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
     if argument("model_impl") == "transformers":
         report.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
-        report.refusals.append(EMBEDDINGS)
-    report.refusals += filter(None, (limits.find_argument_reason(),))
+        report.refuse(limits.EMBEDDINGS)
+    report.refuse(limits.find_argument_reason())
     quantised = next(filter(None, map(argument, _QUANTISING)), report.entries["quantisation"])
     if quantised is not None:
         report.unknowns.append(
@@ -175,4 +174,4 @@ def _judge_classes(report: Report, architectures: Sequence[str]) -> None:
         outer: type = ModelRegistry.resolve_model_cls(list(architectures))[0]
     except ValueError as failure:
         raise CommandError(f"SGLang loads no {' or '.join(architectures)} here") from failure
-    report.refusals += filter(None, (classes.find_reason(outer),))
+    report.refuse(classes.find_reason(outer))

@@ -27,6 +27,20 @@ def waits_for_loads(pool: Any) -> bool:
     return any(getattr(part, "layer_transfer_counter", None) is not None for part in pools)
 
 
+def is_allocated_later(pool: Any) -> bool:
+    """Return whether SGLang allocates K and V after it has captured graphs; 0.5.22 never does."""
+    return bool(getattr(pool, "post_capture_active", False))
+
+
+def find_quantisation(pool: Any) -> str | None:
+    """Return the method that quantises K and V of this pool, or None; 0.5.22 names none."""
+    method = getattr(pool, "quant_method", None)
+    name: str | None = getattr(method, "name", None)
+    if name == "unquantized":
+        return None
+    return name
+
+
 def find_sharing_reason(pool: Any) -> str | None:
     """Return why slots of a server that serves may not be used for a moment, or None.
 

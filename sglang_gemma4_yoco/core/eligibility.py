@@ -9,24 +9,25 @@ a server are in ``loading/limits.py``.
 from typing import Any, NamedTuple
 
 from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.core import worth
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.refusal import Refusal
 
-SPECULATIVE = "speculative decoding"
-HIDDEN_STATES = "hidden states of all rows are returned"
-LORA = "LoRA"
-CAPTURING = "a CUDA graph is being captured"
-CAPTURED_LAYERS = "hidden states of layers are captured"
-UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
-NOTHING_TO_SKIP = "every row of the batch is read"
-TOO_LITTLE = "too few rows could be skipped"
-IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
-MEDIA = "a multimodal prompt of this model"
+# Not logged is what happens all the time: such a batch is not a prefill, or has too little to skip.
+SPECULATIVE = Refusal("speculative decoding")
+HIDDEN_STATES = Refusal("hidden states of all rows are returned")
+LORA = Refusal("LoRA")
+CAPTURING = Refusal("a CUDA graph is being captured", is_logged=False)
+CAPTURED_LAYERS = Refusal("hidden states of layers are captured")
+UNKNOWN_LENGTHS = Refusal("the lengths of the batch are not known on the host")
+NOTHING_TO_SKIP = Refusal("every row of the batch is read", is_logged=False)
+TOO_LITTLE = Refusal("too few rows could be skipped", is_logged=False)
+IMAGE_LOGPROBS = Refusal("input logprobs of a multimodal prompt")
+MEDIA = Refusal("a multimodal prompt of this model")
 # Why a batch runs a captured prefill to its end.
-EXITS_CLOSED = "SGLang runs its captured prefill to the end"
-TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
-EMBEDDINGS = "embeddings"
-_OTHER_MODE = "forward mode "
+EXITS_CLOSED = Refusal("SGLang runs its captured prefill to the end")
+TAIL_NOT_CAPTURED = Refusal("its prefill is captured, and its tail is not")
 
 # Speculative decoding whose drafts read only the last row of a prompt. NGRAM finds drafts in the
 # text. A STANDALONE draft model runs on the prompt's ids by itself. Frozen-KV MTP attends to the
@@ -34,19 +35,15 @@ _OTHER_MODE = "forward mode "
 _CAPTURES_FULL = "FROZEN_KV_MTP"
 LAST_ROW_DRAFTS = (_CAPTURES_FULL, "NGRAM", "STANDALONE")
 
-# Reasons that are counted and not logged: such a batch is not a prefill, or has too little to skip.
-# Embeddings of these models end SGLang's own server, whose error should be the last line.
-_NOT_LOGGED = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
-
 # A set field -> the reason. With one of these set, more rows than the last ones are read or moved.
 # All other fields are set only on servers that are refused at start, or for other models.
 INELIGIBLE_FIELDS = {
     "spec_info": SPECULATIVE,
     "return_hidden_states_before_norm": HIDDEN_STATES,
-    "multi_item_delimiter_indices": "multi-item scoring",
-    "token_indices_to_pool": "setwise scoring",
-    "input_embeds": "input embeddings",
-    "replace_embeds": "replaced embeddings",
+    "multi_item_delimiter_indices": Refusal("multi-item scoring"),
+    "token_indices_to_pool": Refusal("setwise scoring"),
+    "input_embeds": Refusal("input embeddings"),
+    "replace_embeds": Refusal("replaced embeddings"),
     "full_prefill_cuda_graph_capture": CAPTURING,
 }
 
@@ -72,30 +69,22 @@ class Eligible(NamedTuple):
     bucket: int | None
 
 
-def is_logged(reason: str) -> bool:
-    """Whether a reason is worth a log line; it is counted in any case."""
-    return reason not in _NOT_LOGGED and not reason.startswith(_OTHER_MODE)
-
-
-# -- may it be cut? --------------------------------------------------------------------------------
-
-
-def find_ineligible_reason(state: ModelState, forward_batch: Any) -> str | None:
+def find_ineligible_reason(state: ModelState, forward_batch: Any) -> Refusal | None:
     """Why this batch must run as stock, or None if it may be cut."""
     found = check_eligibility(state, forward_batch)
-    if isinstance(found, str):
+    if isinstance(found, Refusal):
         return found
     return None
 
 
-def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
+def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refusal:
     """May this batch be cut?
 
     Args:
         forward_batch: SGLang's ``ForwardBatch``, which the model is about to run.
 
     Returns:
-        What to keep of it; or the reason why it must run as stock, for the log and for counters.
+        What to keep of it; or the reason why it must run as stock.
     """
     # The mode comes first, because it refuses most of the ineligible batches.
     reason = _check_mode(forward_batch.forward_mode) or state.unsupported
@@ -115,13 +104,13 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
     return reason or eligible
 
 
-def _check_mode(mode: Any) -> str | None:
+def _check_mode(mode: Any) -> Refusal | None:
     if mode is compat.batch.ForwardMode.EXTEND or mode is compat.batch.ForwardMode.MIXED:
         return None
-    return f"{_OTHER_MODE}{getattr(mode, 'name', mode)}"
+    return Refusal(f"forward mode {getattr(mode, 'name', mode)}", is_logged=False)
 
 
-def _check_fields(state: ModelState, forward_batch: Any) -> str | None:
+def _check_fields(state: ModelState, forward_batch: Any) -> Refusal | None:
     for name, reason in INELIGIBLE_FIELDS.items():
         value = getattr(forward_batch, name, None)
         if value is not None and value is not False:  # a tensor is equal to neither, nor unequal
@@ -149,7 +138,7 @@ def _find_drafts(forward_batch: Any) -> str | None:
     return str(getattr(algorithm, "name", algorithm))
 
 
-def _check_lengths(forward_batch: Any) -> str | None:
+def _check_lengths(forward_batch: Any) -> Refusal | None:
     lens = forward_batch.extend_seq_lens_cpu
     prefixes = forward_batch.extend_prefix_lens_cpu
     if type(lens) is not list or type(prefixes) is not list:
@@ -186,7 +175,7 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     each, so a batch with such a request is not an intermediate chunk. Neither is one with
     speculative decoding, because a draft may continue from the token that is sampled from a chunk.
     """
-    if getattr(forward_batch, "contains_last_prefill_chunk", True):
+    if not compat.batch.MARKS_CHUNKS or forward_batch.contains_last_prefill_chunk:
         return False
     capture = forward_batch.capture_hidden_mode
     if (
@@ -203,7 +192,7 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     return all(start >= n for start, n in zip(starts, lens, strict=True))
 
 
-def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> str | None:
+def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> Refusal | None:
     kept = eligible.kept
     if kept.count == kept.total:
         return NOTHING_TO_SKIP
@@ -212,7 +201,7 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> st
         read = 0
     eager = eligible.bucket is None and read > 0
     minimum = settings.current.min_skipped_rows
-    if not is_worth_cutting(kept.total, read, minimum, eager=eager, on_gpu=state.on_gpu):
+    if not worth.is_worth_cutting(kept.total, read, minimum, eager=eager, on_gpu=state.on_gpu):
         return TOO_LITTLE
     # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
     # row of a request that makes no difference: no row follows it.
@@ -225,7 +214,7 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> st
     return IMAGE_LOGPROBS
 
 
-def _check_exit(state: ModelState, eligible: Eligible) -> str | None:
+def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
     """Return why a batch that may be cut does not leave SGLang's captured prefill, or None."""
     if not state.replayed_exits.are_open:
         return EXITS_CLOSED
@@ -233,11 +222,8 @@ def _check_exit(state: ModelState, eligible: Eligible) -> str | None:
         return None
     if eligible.bucket is None:
         return TAIL_NOT_CAPTURED
-    skipped = eligible.kept.total - eligible.kept.count
-    is_ruled = state.on_gpu and settings.current.min_skipped_rows is None
-    # An exit saves device time alone. By a model: up to 90 rows a layer takes as long as reading
-    # its weights, and planning the tail takes as long as 45 rows of E2B.
-    if is_ruled and skipped < 128:
+    skipped, minimum = eligible.kept.total - eligible.kept.count, settings.current.min_skipped_rows
+    if not worth.is_worth_leaving(skipped, minimum, on_gpu=state.on_gpu):
         return TOO_LITTLE
     return None
 
@@ -250,36 +236,3 @@ def is_multimodal(forward_batch: Any) -> bool:
     if forward_batch.mm_input_embeds is not None:
         return True
     return any(request is not None for request in forward_batch.mm_inputs or ())
-
-
-def is_worth_cutting(
-    total: int, read: int, minimum: int | None = None, *, eager: bool = True, on_gpu: bool = False
-) -> bool:
-    """Whether skipping ``total - read`` rows saves more than the cut costs.
-
-    - Captured or skipped tail: the host saves 21 layers of 35 (E2B), so one skipped row is enough.
-    - Eager tail on a CPU: measured, ``benchmark/results/threshold_e2b-mini_cpu_sglang-*.json``.
-    - Eager tail on a GPU: where the device is slower than the host. With h seconds of the host per
-      layer, w weights of a layer and F operations per second, from h * F / (2 * w) rows on: 1050
-      for h = 0.35 ms, w = 5e7 (E2B), F = 3e14 (H100). A model; no GPU has been measured.
-
-    Args:
-        total: rows of the batch, T.
-        read: rows whose output is used; 0 for an intermediate chunk.
-        minimum: the operator's own number of rows to skip, which replaces the rule.
-        eager: the tail runs layer by layer.
-
-    >>> is_worth_cutting(2048, 1), is_worth_cutting(16, 14), is_worth_cutting(100, 95)
-    (True, False, False)
-    >>> is_worth_cutting(2, 1, eager=False), is_worth_cutting(800, 1, on_gpu=True)
-    (True, False)
-    """
-    skipped = total - read
-    if minimum is not None:
-        return skipped >= minimum
-    if not eager:
-        return skipped >= 1
-    fewest = 3
-    if on_gpu:
-        fewest = 1024
-    return skipped >= fewest and skipped * 16 >= total

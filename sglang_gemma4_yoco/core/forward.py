@@ -22,13 +22,15 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.core import cut, eligibility, plan
+from sglang_gemma4_yoco.core import cut, plan
 from sglang_gemma4_yoco.core.model import NotCuttableError
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
+from sglang_gemma4_yoco.refusal import ServerRefusal
 
 LIMIT = 8
-GIVEN_UP = f"it failed {LIMIT} times in a row and is off in this process"
+_FAILS = f"it failed {LIMIT} times in a row and is off in this process"
+GIVEN_UP = ServerRefusal(_FAILS, level=logging.ERROR)
 
 
 class Forward(Protocol):
@@ -81,14 +83,13 @@ def serve_forward(state: ModelState, forward_batch: Any, forward: Forward) -> An
     state.planned_rows = None
     try:
         decided = plan.take_plan(state, forward_batch)
-        if not isinstance(decided, str):
+        if isinstance(decided, Plan):
             return _serve_cut(state, decided, forward)
-        counters.count_ineligible(decided, rows, logged=eligibility.is_logged(decided))
+        state.counters.count_ineligible(decided, rows)
     except NotCuttableError as late:  # on all ranks alike, as any refusal
-        reason = str(late)
-        state.turn_off(reason)
-        counters.note_unsupported(reason, logging.ERROR)
-        counters.count_ineligible(reason, rows)
+        refusal = ServerRefusal(str(late), level=logging.ERROR)
+        state.turn_off(refusal)
+        state.counters.count_ineligible(refusal, rows)
     except Exception as failure:
         if not compat.server.is_single_rank():
             raise
@@ -105,7 +106,7 @@ def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     computed = 0
     if plan.runner is not None:
         computed = kept.count
-    counters.count_cut(
+    state.counters.count_cut(
         lambda: f"{type(state.model).__name__}, {state.describe()}",
         plan.outcome,
         computed=computed,
@@ -117,11 +118,10 @@ def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
 
 def _serve_failed(state: ModelState, failure: Exception, rows: int) -> None:
     """Count a failure of the fast path; ``rows`` are those of the batch."""
-    counters.count_failure(failure, rows)
+    state.counters.count_failure(failure, rows)
     state.failures_in_a_row += 1
     if state.failures_in_a_row == LIMIT:
         state.turn_off(GIVEN_UP)
-        counters.note_unsupported(GIVEN_UP, logging.ERROR)
     # The traceback keeps the tensors of the first run alive, and the second one needs the memory.
     traceback.clear_frames(failure.__traceback__)
 

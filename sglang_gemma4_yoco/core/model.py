@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_gemma4_yoco.refusal import ServerRefusal
+
 OTHER_END = "the model does something else between its layers and its norm"
 
 
@@ -38,7 +40,7 @@ class TextModel(Protocol):
     CUTS_MEDIA: bool
     LEAVES_CAPTURED_PREFILLS: bool
 
-    def find_unsupported_reason(self, model: Any, main: Any) -> str | None:
+    def find_unsupported_reason(self, model: Any, main: Any) -> ServerRefusal | None:
         """Why no forward of this model, which has KV-shared layers, can be cut; or None.
 
         Args:

@@ -16,6 +16,7 @@ from sglang_gemma4_yoco.core.per_layer import Buffers
 from sglang_gemma4_yoco.core.state import ModelState, TailRunner
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
+from sglang_gemma4_yoco.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class EagerTail:
 
 #: Where a batch has its plan, or the reason why it has none, until its forward takes it.
 PLAN_ENTRY = "_yoco_plan"
-NOT_PLANNED = "the tail's attention was not planned for this batch"
+NOT_PLANNED = Refusal("the tail's attention was not planned for this batch")
 
 
 # -- once for each batch ---------------------------------------------------------------------------
@@ -83,8 +84,8 @@ def plan_batch(state: ModelState, forward_batch: Any) -> None:
     planned_again = getattr(forward_batch, PLAN_ENTRY, None) is not None
     try:
         if state.planned_rows is not None and not planned_again:
-            counters.count_unseen(state.planned_rows)
-        decided: Plan | str | Exception = make_plan(state, forward_batch)
+            state.counters.count_unseen(state.planned_rows)
+        decided: Plan | Refusal | Exception = make_plan(state, forward_batch)
     except Exception as failure:
         if not compat.server.is_single_rank():
             raise  # the other ranks go on with a tail
@@ -95,10 +96,10 @@ def plan_batch(state: ModelState, forward_batch: Any) -> None:
     setattr(forward_batch, PLAN_ENTRY, decided)
 
 
-def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
+def make_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
     """The plan of a batch, its attention planned; or the reason why it runs as stock."""
     eligible = eligibility.check_eligibility(state, forward_batch)
-    if isinstance(eligible, str):
+    if isinstance(eligible, Refusal):
         return eligible
     attention = state.attention
     assert attention is not None, "without a backend of the tail's own no batch is eligible"
@@ -124,7 +125,7 @@ def make_eager_tail(state: ModelState, forward_batch: Any, tail: TailBatch) -> E
     return EagerTail(state, forward_batch, tail, attention, metadata)
 
 
-def take_plan(state: ModelState, forward_batch: Any) -> Plan | str:
+def take_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
     """The decision that was stored on this batch, taken from it; or why there is none.
 
     Two things can have changed since: a graph is being captured (on AMD SGLang begins the capture
@@ -134,11 +135,11 @@ def take_plan(state: ModelState, forward_batch: Any) -> Plan | str:
     Raises:
         Exception: the batch's planning has failed with it.
     """
-    decided: Plan | str | Exception | None = getattr(forward_batch, PLAN_ENTRY, None)
+    decided: Plan | Refusal | Exception | None = getattr(forward_batch, PLAN_ENTRY, None)
     if decided is None:
         return eligibility.find_ineligible_reason(state, forward_batch) or NOT_PLANNED
     setattr(forward_batch, PLAN_ENTRY, None)  # else batch and plan would hold each other
-    if isinstance(decided, str):
+    if isinstance(decided, Refusal):
         return decided
     if isinstance(decided, Exception):
         raise decided

@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core.model import TextModel
 from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
 from sglang_gemma4_yoco.core.tail import TailBackend
+from sglang_gemma4_yoco.counters import Counters, served
+from sglang_gemma4_yoco.refusal import ServerRefusal
 
 #: Where a model has its ``ModelState``.
 STATE_ENTRY = "_yoco_state"
@@ -63,11 +65,12 @@ class ModelState:
         serves: whether it was set up, so that the server may have requests.
         planned_rows: rows of a batch that is to be cut, until the model's forward takes its plan.
         report: entries for /server_info, by key, from the parts that use this object.
+        counters: count its forwards: this process's, and a check's own while that runs.
     """
 
     model: Any
     kind: TextModel
-    unsupported: str | None
+    unsupported: ServerRefusal | None
     attention: TailBackend | None = None
     captured: Any = None
     replayed_exits: Any = None
@@ -77,6 +80,7 @@ class ModelState:
     serves: bool = False
     planned_rows: int | None = None
     report: dict[str, Any] = field(default_factory=dict)
+    counters: Counters = served
     _patches: ExitStack = field(default_factory=ExitStack)
 
     @cached_property
@@ -141,10 +145,15 @@ class ModelState:
         finally:
             self.after_cut = audits
 
-    def turn_off(self, reason: str) -> None:
-        """Cut no further batch."""
-        self.unsupported = reason
+    def turn_off(self, refusal: ServerRefusal) -> None:
+        """Cut no further batch, and log why."""
+        self.unsupported = refusal
         self.after_cut = None
+        if refusal.is_logged:
+            log.log_once(
+                f"Gemma 4 fast prefill falls back to stock for this server: {refusal}",
+                refusal.level,
+            )
 
 
 def first_shared_layer(config: Any) -> int | None:

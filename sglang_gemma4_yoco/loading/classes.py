@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.models import registry
+from sglang_gemma4_yoco.refusal import ServerRefusal
 
 #: SGLang's models around a text model: they give its rows to their logits processor.
 OUTER_MODELS = (
@@ -62,15 +63,17 @@ PACKAGES = {
     *(sys.stdlib_module_names - {"unittest"}),
 }
 VARIABLE = settings.name_of("trust")
-REPLACED = "a text model's forward is no longer this package's: something else is in its place"
-NOT_JUDGED = "it could not be found out whose code reads the model's rows"
+REPLACED = ServerRefusal(
+    "a text model's forward is no longer this package's: something else is in its place"
+)
+NOT_JUDGED = ServerRefusal("it could not be found out whose code reads the model's rows")
 
 
 #: Code that is not known: where it is, with a verb; its module; its name there.
 Unknown = tuple[str, str, str]
 
 
-def find_reason(outer: type, runner: Any = None) -> str | None:
+def find_reason(outer: type, runner: Any = None) -> ServerRefusal | None:
     """Why rows may be read that the model has not computed, or None. Never raises.
 
     Args:
@@ -86,7 +89,7 @@ def find_reason(outer: type, runner: Any = None) -> str | None:
     if refused:
         place, module, name = refused[0]
         modules = ",".join(dict.fromkeys(module for _, module, _ in refused))
-        return (
+        return ServerRefusal(
             f"{place} {module}.{name}, which may read rows that are not computed: see "
             f"docs/help.md; {VARIABLE}={modules} accepts it"
         )

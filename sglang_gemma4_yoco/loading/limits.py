@@ -4,6 +4,7 @@ What is not known to be right is refused, with a reason of one line. The reasons
 a server runs.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,24 +12,32 @@ import torch
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core.eligibility import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
+from sglang_gemma4_yoco.refusal import ServerRefusal
 
 # -- server arguments and environment variables ----------------------------------------------------
 
 # SGLang's own defect. It is refused because it would be taken for one of this package.
-WRONG_REPLAYS = (
+WRONG_REPLAYS = ServerRefusal(
     f"{compat.server.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers "
-    "wrong: unset it"
+    "wrong: unset it",
+    level=logging.WARNING,
 )
 
 #: SGLang cuts the prefills itself, where its own conditions are met.
-SGLANG_SERVES = (
+SGLANG_SERVES = ServerRefusal(
     f"SGLang's own fast prefill is on (--{compat.server.FAST_PREFILL.replace('_', '-')}): leave "
     "that flag out to have this package's"
 )
+#: The label of a release that is not cut.
+UNTESTED_RELEASE = "untested_release"
 #: What holds on a release after the last tested one, where the setting ``untested`` is on.
 RUNS_UNTESTED = "arguments that are new in it are not judged; the tail extends, and runs eagerly"
-DUMPER = "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
-CANARY = (
+# Embeddings of these models end SGLang's own server, whose error should be the last line.
+EMBEDDINGS = ServerRefusal("embeddings", is_logged=False)
+DUMPER = ServerRefusal(
+    "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
+)
+CANARY = ServerRefusal(
     "SGLang's KV canary would take the check's synthetic requests for violations: leave "
     "--kv-canary out"
 )
@@ -133,7 +142,7 @@ def list_judged_arguments() -> set[str]:
     return (_JUDGED_BY_VALUE | _HIDDEN_STATE_ARGUMENTS).union(*UNSUPPORTED_ARGUMENTS.values())
 
 
-def find_release_reason() -> str | None:
+def find_release_reason() -> ServerRefusal | None:
     """Return why the installed release of SGLang is not cut, or None.
 
     With the setting ``untested`` a release after the last tested one is cut if the check at start
@@ -147,26 +156,34 @@ def find_release_reason() -> str | None:
     installed, untested = compat.release.INSTALLED, settings.name_of("untested")
     if not settings.current.untested:
         tested = f"{compat.release.FIRST_TESTED} to {compat.release.LAST_TESTED}"
-        return (
+        return _refuse_release(
             f"SGLang {installed} is newer than the tested releases, {tested}: "
             f"{untested}=1 runs it after the check at start"
         )
     if not settings.current.self_check:
         check = settings.name_of("self_check")
-        return f"SGLang {installed} was not tested, and {untested}=1 needs {check}=1"
+        return _refuse_release(
+            f"SGLang {installed} was not tested, and {untested}=1 needs {check}=1"
+        )
     gone = [name for name in list_judged_arguments() if not compat.server.has_name(name)]
     if gone:
         names = ", ".join(sorted(map(_name_flag, gone)))
-        return f"SGLang {installed} lacks {names}, which may go by another name now"
+        return _refuse_release(
+            f"SGLang {installed} lacks {names}, which may go by another name now"
+        )
     return None
 
 
-def find_server_reason() -> str | None:
+def _refuse_release(reason: str) -> ServerRefusal:
+    return ServerRefusal(reason, level=logging.WARNING, label=UNTESTED_RELEASE)
+
+
+def find_server_reason() -> ServerRefusal | None:
     """Why the release, arguments or variables of this server refuse every batch, or None."""
     return find_release_reason() or find_argument_reason()
 
 
-def find_argument_reason() -> str | None:
+def find_argument_reason() -> ServerRefusal | None:
     """Return why the arguments or variables of this server refuse every batch, or None."""
     argument = compat.server.read_argument
     if compat.server.get_published_arguments() is None:
@@ -191,28 +208,29 @@ def _name_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _check_speculation(argument: Callable[[str], Any]) -> str | None:
+def _check_speculation(argument: Callable[[str], Any]) -> ServerRefusal | None:
     algorithm = argument("speculative_algorithm")
     if not algorithm:
         return None
     if algorithm not in LAST_ROW_DRAFTS:
-        return SPECULATIVE
+        return ServerRefusal(SPECULATIVE.text)
     if any(map(argument, _HIDDEN_STATE_ARGUMENTS)):
-        return f"{HIDDEN_STATES}, beside speculative decoding"
+        return ServerRefusal(f"{HIDDEN_STATES}, beside speculative decoding")
     if argument("disaggregation_mode") not in (None, "null"):
-        return f"{SPECULATIVE} beside prefill-decode disaggregation"  # not tested
+        untested = f"{SPECULATIVE} beside prefill-decode disaggregation"
+        return ServerRefusal(untested)
     return None
 
 
-def _check_hidden_states(argument: Callable[[str], Any]) -> str | None:
+def _check_hidden_states(argument: Callable[[str], Any]) -> ServerRefusal | None:
     # SGLang then captures every row of every batch, whether a request wants them or not.
     mode = argument("return_hidden_states_mode")
     if mode == "full" or (argument("enable_return_hidden_states") and mode != "last"):
-        return HIDDEN_STATES
+        return ServerRefusal(HIDDEN_STATES.text)
     return None
 
 
-def _check_table(argument: Callable[[str], Any]) -> str | None:
+def _check_table(argument: Callable[[str], Any]) -> ServerRefusal | None:
     for reason, names in UNSUPPORTED_ARGUMENTS.items():
         for name in names:
             value = argument(name)
@@ -222,7 +240,7 @@ def _check_table(argument: Callable[[str], Any]) -> str | None:
             if isinstance(value, int | float):
                 is_set = value > int(name in _HARMLESS_AT_1)
             if is_set:
-                return reason
+                return ServerRefusal(reason)
     return None
 
 
@@ -241,12 +259,12 @@ MAIN_BACKENDS = set(compat.attention.BACKENDS)
 # captured: its decode steps read only buffers that planning fills.
 TAIL_BACKENDS = {compat.attention.TRITON}
 
-# A variable of SGLang 0.5.23. When the tail is captured and compared, the pools are not there yet.
-ALLOCATED_LATER = (
+# When the tail is captured and compared, the pools are not there yet.
+ALLOCATED_LATER = ServerRefusal(
     "K and V get their memory after CUDA graphs are captured: unset "
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 )
-NO_TAIL = "no attention backend could be built for the tail"
+NO_TAIL = ServerRefusal("no attention backend could be built for the tail")
 _SGLANG = "sglang.srt."  # its image models' classes have the same names
 
 
@@ -258,18 +276,20 @@ def get_backend_key(backend: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def find_backend_reason(main: Any) -> str | None:
+def find_backend_reason(main: Any) -> ServerRefusal | None:
     """Why no batch may be cut on a server with this attention backend, or None."""
     for part in compat.attention.list_parts(main):
         if get_backend_key(part) not in MAIN_BACKENDS:
-            return f"the attention backend {type(part).__name__} is not known to be right"
+            return ServerRefusal(
+                f"the attention backend {type(part).__name__} is not known to be right"
+            )
     return None
 
 
 # -- pools of K and V ------------------------------------------------------------------------------
 
 
-def find_pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
+def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
     """Why the tail cannot read K and V of this server, or None.
 
     It needs one tensor of K and one of V for each layer, slot by slot, as they were computed. With
@@ -284,18 +304,21 @@ def find_pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
         parts = [pool.full_kv_pool, pool.swa_kv_pool]
     for part in parts:
         if type(part) is not compat.pools.MHATokenToKVPool:
-            return f"K and V are in a {type(part).__name__}, whose layout is not known"
-        if getattr(part, "post_capture_active", False):
+            return ServerRefusal(
+                f"K and V are in a {type(part).__name__}, whose layout is not known"
+            )
+        if compat.pools.is_allocated_later(part):
             return ALLOCATED_LATER
-        method = getattr(getattr(part, "quant_method", None), "name", "unquantized")
-        if method != "unquantized":
-            return f"K and V are quantised ({method})"
+        method = compat.pools.find_quantisation(part)
+        if method is not None:
+            return ServerRefusal(f"K and V are quantised ({method})")
         dimensions = {buffer.dim() for buffer in (*part.k_buffer, *part.v_buffer)}
         if not dimensions <= {3}:
-            return f"K and V are not stored slot by slot, but in {max(dimensions)} dimensions"
+            layout = f"K and V are not stored slot by slot, but in {max(dimensions)} dimensions"
+            return ServerRefusal(layout)
     if pool.dtype == dtype:
         return None
-    return f"a KV cache of {pool.dtype} beside weights of {dtype}"
+    return ServerRefusal(f"a KV cache of {pool.dtype} beside weights of {dtype}")
 
 
 # -- layers with weights ---------------------------------------------------------------------------
@@ -333,7 +356,7 @@ _INDEPENDENT_ROWS = {
 }
 
 
-def find_linear_reason(model: Any, first: int) -> str | None:
+def find_linear_reason(model: Any, first: int) -> ServerRefusal | None:
     """Why the rows of this model's tail may depend on rows that would be dropped, or None.
 
     Args:
@@ -343,7 +366,7 @@ def find_linear_reason(model: Any, first: int) -> str | None:
     for layer in list(getattr(model, "layers", ()))[first - 1 :]:
         for part in layer.modules():
             if _computes_rows(part) and not has_independent_rows(part):
-                return f"rows of {get_linear_kind(part)} may depend on each other"
+                return ServerRefusal(f"rows of {get_linear_kind(part)} may depend on each other")
     return None
 
 

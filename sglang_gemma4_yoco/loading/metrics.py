@@ -17,13 +17,14 @@ from dataclasses import asdict
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, compat, counters
-from sglang_gemma4_yoco.core.state import get_attached_state
+from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
+from sglang_gemma4_yoco.counters import Outcome, served
 from sglang_gemma4_yoco.loading import limits
+from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, Refusal, ServerRefusal
 
 #: The key in the internal state of each scheduler in /server_info.
 ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
-SERVER_UNSUPPORTED, UNTESTED_RELEASE = "server_unsupported", "untested_release"
 
 _PREFIX = "sglang:gemma4_yoco_"
 # The name of a counter -> its documentation, and the label of its own.
@@ -37,10 +38,10 @@ _COUNTERS = {
 }
 # Outcomes whose series exist from the start, at 0: in what a series begins with, Prometheus sees no
 # increase.
-_EXPECTED = {
+_EXPECTED: set[Outcome] = {
     *counters.CUT,
     *(counters.FAILED, counters.UNSEEN),
-    *(SERVER_UNSUPPORTED, UNTESTED_RELEASE),
+    *(SERVER_UNSUPPORTED, limits.UNTESTED_RELEASE),
 }
 
 
@@ -52,59 +53,59 @@ def describe_state() -> dict[str, Any]:
     ``check``, ``exits_check``: results of the checks at start; ``rows`` by whether the last layer
     computed them; ``audits``: what they have found.
     """
-    served = get_attached_state()
-    reason: str | None = NO_MODEL
-    names = (
-        "version",
-        "active",
-        "reason",
-        "fast_prefill",
-        "cut",
-        "tail",
-        "exits",
-        "check",
-        "exits_check",
-    )
-    entry: dict[str, Any] = dict.fromkeys(names)
-    if served is not None:
-        reason = served.unsupported
-        if reason is None and counters.is_unused():
-            reason = counters.NOT_CUT
-        entry |= served.report
-        if reason is None:
-            entry |= {"cut": served.describe(), "fast_prefill": "this package"}
-        else:  # no prefill is cut, so how is of no interest
-            entry |= {"tail": None, "exits": None}
-        if reason == limits.SGLANG_SERVES:
-            entry["fast_prefill"] = "SGLang"
+    state = get_attached_state()
+    reason = _find_reason(state)
+    report: Mapping[str, Any] = {}
+    if state is not None:
+        report = state.report
+    cut = tail = exits = fast_prefill = None  # where no prefill is cut, how is of no interest
+    if state is not None and reason is None:
+        cut, tail, exits = state.describe(), report.get("tail"), report.get("exits")
+        fast_prefill = "this package"
+    if state is not None and state.unsupported is limits.SGLANG_SERVES:
+        fast_prefill = "SGLang"
     forwards = Counter[str]()
-    for outcome, number in counters.forwards.items():
+    for outcome, number in served.forwards.items():
         forwards[make_label(outcome)] += number
-    entry |= {
-        "version": __version__,
-        "active": reason is None,
-        "reason": reason,
-        "forwards": forwards,
-        "rows": counters.rows,
-        "audits": asdict(counters.audits),
-    }
-    finite: dict[str, Any] = replace_infinite(entry)
-    return finite
+    entry: dict[str, Any] = replace_infinite(
+        {
+            "version": __version__,
+            "active": reason is None,
+            "reason": reason,
+            "fast_prefill": fast_prefill,
+            "cut": cut,
+            "tail": tail,
+            "exits": exits,
+            "check": report.get("check"),
+            "exits_check": report.get("exits_check"),
+            "forwards": forwards,
+            "rows": served.rows,
+            "audits": asdict(served.audits),
+        }
+    )
+    return entry
 
 
-def make_label(outcome: str) -> str:
-    """An outcome in snake case, for a metric; reasons of the whole server have one in common.
+def _find_reason(state: ModelState | None) -> str | None:
+    """Return why the fast path is not active, in words, or None."""
+    if state is None:
+        return NO_MODEL
+    if state.unsupported is not None:
+        return state.unsupported.text
+    if served.is_unused():
+        return counters.NOT_CUT
+    return None
 
-    A release that was not tested has one of its own.
 
-    >>> make_label("LoRA"), make_label("forward mode TARGET_VERIFY"), make_label("active_eager")
-    ('lora', 'forward_mode_target_verify', 'active_eager')
+def make_label(outcome: Outcome) -> str:
+    """An outcome in snake case, for a metric; reasons of a whole server have labels of their own.
+
+    >>> make_label(Refusal("LoRA")), make_label(ServerRefusal("LoRA")), make_label("failed")
+    ('lora', 'server_unsupported', 'failed')
     """
-    if outcome == limits.find_release_reason():
-        return UNTESTED_RELEASE
-    if outcome in counters.server_reasons:
-        return SERVER_UNSUPPORTED
-    return re.sub(r"\W+", "_", outcome.replace("'", "")).lower().strip("_")
+    if isinstance(outcome, ServerRefusal):
+        return outcome.label
+    return re.sub(r"\W+", "_", str(outcome).replace("'", "")).lower().strip("_")
 
 
 def replace_infinite(value: Any) -> Any:
@@ -147,25 +148,25 @@ def _collect_counters(labels: Mapping[str, Any]) -> None:
     ).labels(**labels)
 
     @functools.cache  # to find a series takes longer than to count in it
-    def find_series(name: str, own: str) -> Any:
+    def find_series(name: str, own: Outcome) -> Any:
         return of_metrics[name].labels(*labels.values(), make_label(own))
 
-    def collect(name: str, own: str, number: int) -> None:
+    def collect(name: str, own: Outcome, number: int) -> None:
         find_series(name, own).inc(number)
         if name == "audits":
-            worst.set(counters.audits.worst)
+            worst.set(served.audits.worst)
 
     for (name, own), number in _list_counts().items():
         collect(name, own, number)
-    counters.observers.append(collect)
+    served.observers.append(collect)
 
 
-def _list_counts() -> dict[tuple[str, str], int]:
+def _list_counts() -> dict[tuple[str, Outcome], int]:
     """All numbers, each by the name of its counter and the value of the label of its own."""
-    outcomes = _EXPECTED | counters.forwards.keys()
+    outcomes = _EXPECTED | served.forwards.keys()
     return {
-        **{("forwards", outcome): counters.forwards[outcome] for outcome in outcomes},
-        **{("rows", part): counters.rows[part] for part in counters.PARTS},
-        ("audits", counters.AGREES): counters.audits.agree,
-        ("audits", counters.DIFFERS): counters.audits.differ,
+        **{("forwards", outcome): served.forwards[outcome] for outcome in outcomes},
+        **{("rows", part): served.rows[part] for part in counters.PARTS},
+        ("audits", counters.AGREES): served.audits.agree,
+        ("audits", counters.DIFFERS): served.audits.differ,
     }

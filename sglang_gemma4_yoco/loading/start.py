@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import __version__, compat, counters, log, settings
+from sglang_gemma4_yoco import __version__, compat, log, settings
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import audit, tail_graphs
 from sglang_gemma4_yoco.checking import start as check
@@ -19,14 +19,15 @@ from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.loading import classes, limits
 from sglang_gemma4_yoco.models import gemma4, registry
 from sglang_gemma4_yoco.prefill_exits import exit_setup
+from sglang_gemma4_yoco.refusal import ServerRefusal
 
-NO_SHARED_LAYERS = "the model has no KV-shared tail"
-NOT_SET_UP = "it could not be set up"
+NO_SHARED_LAYERS = ServerRefusal("the model has no KV-shared tail")
+NOT_SET_UP = ServerRefusal("it could not be set up", is_logged=False)
 #: The kernel of the norm of K and V is compiled once for few rows and once for many.
 _FEW, _MANY = 2, 257
 
 
-def find_model_reason(model: Any) -> str | None:
+def find_model_reason(model: Any) -> ServerRefusal | None:
     """Why no batch of this model, in a server with these arguments, may be cut; or None."""
     reason = limits.find_server_reason()
     if reason is not None:
@@ -55,29 +56,28 @@ def start_model(runner: Any, model: Any) -> Iterator[None]:
     previous = find_state(model)
     if previous is not None:
         previous.close()
-    reason, attention = _find_runner_reason(runner, model), None
-    if reason is None:
+    refusal, attention = _find_runner_reason(runner, model), None
+    if refusal is None:
         attention = _build_tail_backend(runner, model)
         if attention is None:
-            reason = limits.NO_TAIL
+            refusal = limits.NO_TAIL
     # Arguments refuse a server on all ranks, so there is nothing to compare. A server on several
     # machines is refused by them, and another machine may not have this package to answer.
-    if reason is None or limits.find_server_reason() is None:
-        found = f"{__version__}, unsupported: {reason}, {settings.current}"
-        reason = ranks.find_difference(found) or reason
-    if reason is not None:
+    if refusal is None or limits.find_server_reason() is None:
+        found = f"{__version__}, unsupported: {refusal}, {settings.current}"
+        difference = ranks.find_difference(found)
+        if difference is not None:
+            refusal = ServerRefusal(difference)
+    if refusal is not None:
         attention = None
-    state = ModelState(model, registry.find_kind(model), reason, attention)
+    state = ModelState(model, registry.find_kind(model), refusal, attention)
     state.attach(plan.plan_batch)
-    state.on_close(partial(lifecycle.drop_tail, state, lifecycle.NOT_YET))
-    if reason is None:
-        _note_untested()
-        _compile_kernels(state)
-    else:
-        level = logging.INFO
-        if reason in (limits.WRONG_REPLAYS, limits.find_release_reason()):
-            level = logging.WARNING
-        counters.note_unsupported(reason, level, logged=eligibility.is_logged(reason))
+    state.on_close(partial(lifecycle.drop_tail, state))
+    if refusal is not None:
+        state.turn_off(refusal)
+        return
+    _note_untested()
+    _compile_kernels(state)
 
 
 def _note_untested() -> None:
@@ -89,11 +89,11 @@ def _note_untested() -> None:
         )
 
 
-def _find_runner_reason(runner: Any, model: Any) -> str | None:
+def _find_runner_reason(runner: Any, model: Any) -> ServerRefusal | None:
     if not runner.is_generation:
-        return eligibility.EMBEDDINGS
+        return limits.EMBEDDINGS
     if getattr(model, "layers_to_capture", None):  # for as long as the server runs
-        return eligibility.CAPTURED_LAYERS
+        return ServerRefusal(eligibility.CAPTURED_LAYERS.text)
     return (
         find_model_reason(model)
         or classes.find_reason(type(runner.model), runner)
@@ -175,7 +175,7 @@ def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
     # The tail's graphs hold SGLang's decode graphs. SGLang drops these before it captures others:
     # the device may not have room for both.
     compat.server.wait_for_device(runner.device)
-    lifecycle.drop_tail(state, lifecycle.NOT_YET)
+    lifecycle.drop_tail(state)
     with ExitStack() as stack:
         if state.kind.LEAVES_CAPTURED_PREFILLS:
             stack.enter_context(exit_setup.repair_capture(runner, state))
@@ -227,9 +227,9 @@ def _check_start(runner: Any, state: ModelState) -> Checked:
     Where nothing could be compared the path is off as well: it is not known to be right. With
     several ranks a failure is raised: the others wait for this rank.
     """
-    checked = Checked(unchecked=check.find_reason())
+    checked = check.NOT_WANTED
     try:
-        if checked.unchecked is None:
+        if settings.current.self_check:
             checked = check.check_model(runner, state)
     except Exception as failure:
         if not compat.server.is_single_rank():
@@ -241,7 +241,8 @@ def _check_start(runner: Any, state: ModelState) -> Checked:
     if state.unsupported is not None:  # a forward of the check could not be cut, and has said why
         return checked
     if checked.worst is None and not checked.agrees:
-        _turn_off(state, f"{check.UNCHECKED}: {checked.unchecked}", "nothing was compared")
+        reason = f"{check.UNCHECKED}: {checked.unchecked}"
+        _turn_off(state, ServerRefusal(reason, is_logged=False), "nothing was compared")
     elif not checked.agrees:
         _turn_off(state, check.FAILED, checked)
     elif differ is not None:
@@ -249,7 +250,6 @@ def _check_start(runner: Any, state: ModelState) -> Checked:
     return checked
 
 
-def _turn_off(state: ModelState, reason: str, found: object) -> None:
-    state.turn_off(reason)
-    counters.note_unsupported(reason, logged=False)
-    log.log_error(f"Gemma 4 fast prefill is off for this server: {reason}; {found}")
+def _turn_off(state: ModelState, refusal: ServerRefusal, found: object) -> None:
+    state.turn_off(refusal)
+    log.log_error(f"Gemma 4 fast prefill is off for this server: {refusal}; {found}")

@@ -15,13 +15,14 @@ import torch
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.refusal import ServerRefusal
 from sglang_gemma4_yoco.replaced import replaced
 
-TRITON_FAILS = (
+TRITON_FAILS = ServerRefusal(
     "SGLang cannot run Gemma 3n's prefills on Triton's attention, which returns heads that the "
     "layer does not flatten (sgl-project/sglang#37515)"
 )
-FLASHINFER = (
+FLASHINFER = ServerRefusal(
     "FlashInfer's prefills of Gemma 3n may read other requests' K and V, or see one key less "
     "behind a cached prefix (docs/upstream.md)"
 )
@@ -30,7 +31,7 @@ CUTS_MEDIA = False
 LEAVES_CAPTURED_PREFILLS = False
 
 
-def find_unsupported_reason(model: Any, main: Any) -> str | None:
+def find_unsupported_reason(model: Any, main: Any) -> ServerRefusal | None:
     """Why this ``Gemma3nTextModel`` cannot be cut beside this attention backend, or None."""
     known = compat.layers.gemma3n_causal
     reason = gemma4.find_donor_reason(model, known.Gemma3nDecoderLayer, known.Gemma3nAttention)
@@ -39,7 +40,7 @@ def find_unsupported_reason(model: Any, main: Any) -> str | None:
     return reason
 
 
-def _find_backend_reason(kind: type) -> str | None:
+def _find_backend_reason(kind: type) -> ServerRefusal | None:
     if kind.__name__ == "FlashInferAttnBackend":
         return FLASHINFER
     # In all releases that were tested. A tail on Triton is given flat heads (``_flatten_heads``).

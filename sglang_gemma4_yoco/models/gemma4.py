@@ -15,30 +15,31 @@ from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
+from sglang_gemma4_yoco.refusal import ServerRefusal
 from sglang_gemma4_yoco.replaced import replaced
 
 CUTS_MEDIA = True
 LEAVES_CAPTURED_PREFILLS = True
 
 
-def find_unsupported_reason(model: Any, main: Any) -> str | None:  # noqa: ARG001 - by protocol
+def find_unsupported_reason(model: Any, main: Any) -> ServerRefusal | None:  # noqa: ARG001
     """Why this ``Gemma4TextModel``, which has KV-shared layers, cannot be cut; or None."""
     known = compat.layers.gemma4_causal
     return find_donor_reason(model, known.Gemma4DecoderLayer, known.Gemma4Attention)
 
 
-def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> str | None:
+def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> ServerRefusal | None:
     """Why the donor is not a layer of these classes that can be cut, or None."""
     number = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
     if number < 1:
         # The residual of the first layer is its caller's, and must not be written to.
-        return "there is no layer before the donor"
+        return ServerRefusal("there is no layer before the donor")
     layer = model.layers[number]
     kind, attention = type(layer), type(layer.self_attn)
     if kind is not layer_class:
-        return f"layer {number} is a {kind.__name__}"
+        return ServerRefusal(f"layer {number} is a {kind.__name__}")
     if attention is not attention_class:
-        return f"the attention of layer {number} is a {attention.__name__}"
+        return ServerRefusal(f"the attention of layer {number} is a {attention.__name__}")
     return None
 
 

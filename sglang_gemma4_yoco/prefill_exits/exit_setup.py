@@ -72,8 +72,8 @@ def open_exits(runner: Any, state: ModelState) -> None:
         return
     for _, output in exits.graphs.values():
         output.zero_()  # rows that are not written any more must at least be finite
-    checked = Checked(unchecked=start_check.find_reason())
-    if checked.unchecked is None:
+    checked = start_check.NOT_WANTED
+    if settings.current.self_check:
         with replaced(exits, are_open=True):  # what is checked leaves by them
             checked = Checked(exit_check.check_exits(runner, state))
     state.report["exits_check"] = checked.to_json()

@@ -1,0 +1,60 @@
+"""Is a batch that may be cut worth cutting? It is, if the rows that it skips save more than it costs.
+
+The operator's own number of rows, where one is set, replaces all of these.
+"""
+
+# An eager tail must skip so many rows, and this part of the batch.
+_PART = 16
+# Measured: benchmark/results/threshold_e2b-mini_cpu_sglang-*.json.
+_ROWS_ON_CPU = 3
+# There the device must be slower than the host, which launches the tail's layers for one row as for
+# thousands. With h seconds of the host a layer, w weights of a layer and F operations a second
+# that is from h * F / (2 * w) rows on: 1050 for h = 0.35 ms, w = 5e7 (E2B) and F = 3e14. On an H200
+# h was 0.83 ms: 2500 rows. Measured there (benchmark/results/gpu_eager_*.json), prompts of up to
+# 1024 tokens lose up to a sixth, those of 1350 and 2048 neither gain nor lose, and those of
+# 8192 are 2.5 times as fast.
+_ROWS_ON_GPU = 1024
+# A captured tail saves the host layers as well: 21 of 35 (E2B).
+_ROWS_CAPTURED = 1
+# An exit saves device time alone. A model; no GPU has been measured: reading a layer's weights takes
+# as long as computing 90 rows, and planning the tail as long as 45 rows of E2B.
+_ROWS_AT_EXIT = 128
+
+
+def is_worth_cutting(
+    total: int, read: int, minimum: int | None = None, *, eager: bool = True, on_gpu: bool = False
+) -> bool:
+    """Return whether skipping ``total - read`` rows saves more than the cut costs.
+
+    Args:
+        total: rows of the batch, T.
+        read: rows whose output is used; 0 for an intermediate chunk.
+        minimum: the operator's own number of rows to skip.
+        eager: the tail runs layer by layer; else it is captured, or skipped.
+
+    >>> is_worth_cutting(2048, 1), is_worth_cutting(16, 14), is_worth_cutting(100, 95)
+    (True, False, False)
+    >>> is_worth_cutting(2, 1, eager=False), is_worth_cutting(800, 1, on_gpu=True)
+    (True, False)
+    """
+    skipped = total - read
+    if minimum is not None:
+        return skipped >= minimum
+    if not eager:
+        return skipped >= _ROWS_CAPTURED
+    fewest = _ROWS_ON_CPU
+    if on_gpu:
+        fewest = _ROWS_ON_GPU
+    return skipped >= fewest and skipped * _PART >= total
+
+
+def is_worth_leaving(skipped: int, minimum: int | None, *, on_gpu: bool) -> bool:
+    """Return whether a prefill that would skip these rows is to leave SGLang's captured one.
+
+    Args:
+        skipped: rows, of a batch whose tail is captured.
+        minimum: the operator's own number; it was asked before.
+    """
+    if minimum is not None or not on_gpu:
+        return True
+    return skipped >= _ROWS_AT_EXIT
