@@ -13,10 +13,10 @@ The path of one prefill. S is the first KV-shared layer of L; layer S-1, the don
 with K and V of its own (in other words: the KV source layer). Layers S-1 to L-1 are the tail (the
 cross-decoder)::
 
-    1  SGLang plans the batch's attention. Then core/plan.py decides on the batch. If it is eligible
-       (core/eligibility.py), its Plan is stored on it: the kept rows (core/kept_rows.py), the batch
-       as the tail sees it (core/tail_batch.py), and what runs the tail on them, on an attention
-       backend of the tail's own (core/tail.py).
+    1  SGLang plans the batch's attention. Then core/plan.py decides on the batch. If it may be cut
+       (core/eligibility.py) and is worth it (core/worth.py), its Plan is stored on it: the kept
+       rows (core/kept_rows.py), the batch as the tail sees it (core/tail_batch.py), and what runs
+       the tail on them, on an attention backend of the tail's own (core/tail.py).
     2  SGLang calls the model. core/forward.py takes the plan from the batch.
     3  core/cut.py has the model run layers 0 .. S-2 on all rows, by its own loop.
     4  K and V of layer S-1 are written for all rows.
@@ -58,6 +58,7 @@ imported in compat/, and by commands that an operator runs, and nowhere else. co
         ranks.py           tensor-parallel ranks agree
     compat/            SGLang's names, arguments, attention, pools, batches, layers and graphs
     counters.py        forwards by outcome
+    refusal.py         why a batch, or a whole server, runs as stock
     log.py             log lines, each logged once
     replaced.py        attributes of one object of SGLang's replaced, and put back
     settings.py        environment variables, read once

@@ -361,11 +361,11 @@ def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
     """What the package reports of one ``forward``, and its result; else ``NotActiveError``."""
     from sglang_gemma4_yoco import counters
 
-    counters.forwards.clear()
+    counters.served.forwards.clear()
     given = forward()
-    if len(counters.forwards) != 1:
-        raise NotActiveError(f"the package reports {dict(counters.forwards)}")
-    return next(iter(counters.forwards)), given
+    if len(counters.served.forwards) != 1:
+        raise NotActiveError(f"the package reports {dict(counters.served.forwards)}")
+    return next(iter(counters.served.forwards)), given
 
 
 def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:

@@ -191,8 +191,8 @@ def audited(engine: Engine, state: Any, draws: random.Random, number: int, resul
                 engine.forward(batch, intermediate=draws.random() < 0.15)
     finally:
         state.after_cut = None
-    result.audited = counters.audits.agree + counters.audits.differ
-    result.audits = counters.audits.worst
+    result.audited = counters.served.audits.agree + counters.served.audits.differ
+    result.audits = counters.served.audits.worst
 
 
 def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Is a batch that may be cut worth cutting? It is, if the rows that it skips save more than it costs.
+"""Is a batch that may be cut worth cutting? Then its skipped rows save more than the cut costs.
 
-The operator's own number of rows, where one is set, replaces all of these.
+The operator's own number of rows to skip, where one is set, replaces all of these.
 """
 
 # An eager tail must skip so many rows, and this part of the batch.
@@ -16,8 +16,8 @@ _ROWS_ON_CPU = 3
 _ROWS_ON_GPU = 1024
 # A captured tail saves the host layers as well: 21 of 35 (E2B).
 _ROWS_CAPTURED = 1
-# An exit saves device time alone. A model; no GPU has been measured: reading a layer's weights takes
-# as long as computing 90 rows, and planning the tail as long as 45 rows of E2B.
+# An exit saves device time alone. By a model, and measured nowhere: reading a layer's weights takes
+# as long as computing up to 90 rows, and planning the tail as long as 45 rows of E2B.
 _ROWS_AT_EXIT = 128
 
 

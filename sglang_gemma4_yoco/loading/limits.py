@@ -154,27 +154,21 @@ def find_release_reason() -> ServerRefusal | None:
     if compat.server.read_argument(compat.server.FAST_PREFILL):
         return None
     installed, untested = compat.release.INSTALLED, settings.name_of("untested")
+    gone = [name for name in list_judged_arguments() if not compat.server.has_name(name)]
     if not settings.current.untested:
         tested = f"{compat.release.FIRST_TESTED} to {compat.release.LAST_TESTED}"
-        return _refuse_release(
+        reason = (
             f"SGLang {installed} is newer than the tested releases, {tested}: "
             f"{untested}=1 runs it after the check at start"
         )
-    if not settings.current.self_check:
+    elif not settings.current.self_check:
         check = settings.name_of("self_check")
-        return _refuse_release(
-            f"SGLang {installed} was not tested, and {untested}=1 needs {check}=1"
-        )
-    gone = [name for name in list_judged_arguments() if not compat.server.has_name(name)]
-    if gone:
+        reason = f"SGLang {installed} was not tested, and {untested}=1 needs {check}=1"
+    elif gone:
         names = ", ".join(sorted(map(_name_flag, gone)))
-        return _refuse_release(
-            f"SGLang {installed} lacks {names}, which may go by another name now"
-        )
-    return None
-
-
-def _refuse_release(reason: str) -> ServerRefusal:
+        reason = f"SGLang {installed} lacks {names}, which may go by another name now"
+    else:
+        return None
     return ServerRefusal(reason, level=logging.WARNING, label=UNTESTED_RELEASE)
 
 
@@ -217,8 +211,8 @@ def _check_speculation(argument: Callable[[str], Any]) -> ServerRefusal | None:
     if any(map(argument, _HIDDEN_STATE_ARGUMENTS)):
         return ServerRefusal(f"{HIDDEN_STATES}, beside speculative decoding")
     if argument("disaggregation_mode") not in (None, "null"):
-        untested = f"{SPECULATIVE} beside prefill-decode disaggregation"
-        return ServerRefusal(untested)
+        roles = "prefill-decode disaggregation"  # not tested
+        return ServerRefusal(f"{SPECULATIVE} beside {roles}")
     return None
 
 
@@ -280,9 +274,8 @@ def find_backend_reason(main: Any) -> ServerRefusal | None:
     """Why no batch may be cut on a server with this attention backend, or None."""
     for part in compat.attention.list_parts(main):
         if get_backend_key(part) not in MAIN_BACKENDS:
-            return ServerRefusal(
-                f"the attention backend {type(part).__name__} is not known to be right"
-            )
+            name = type(part).__name__
+            return ServerRefusal(f"the attention backend {name} is not known to be right")
     return None
 
 
@@ -304,9 +297,8 @@ def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
         parts = [pool.full_kv_pool, pool.swa_kv_pool]
     for part in parts:
         if type(part) is not compat.pools.MHATokenToKVPool:
-            return ServerRefusal(
-                f"K and V are in a {type(part).__name__}, whose layout is not known"
-            )
+            name = type(part).__name__
+            return ServerRefusal(f"K and V are in a {name}, whose layout is not known")
         if compat.pools.is_allocated_later(part):
             return ALLOCATED_LATER
         method = compat.pools.find_quantisation(part)
@@ -314,8 +306,8 @@ def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
             return ServerRefusal(f"K and V are quantised ({method})")
         dimensions = {buffer.dim() for buffer in (*part.k_buffer, *part.v_buffer)}
         if not dimensions <= {3}:
-            layout = f"K and V are not stored slot by slot, but in {max(dimensions)} dimensions"
-            return ServerRefusal(layout)
+            most = max(dimensions)
+            return ServerRefusal(f"K and V are not stored slot by slot, but in {most} dimensions")
     if pool.dtype == dtype:
         return None
     return ServerRefusal(f"a KV cache of {pool.dtype} beside weights of {dtype}")

@@ -20,7 +20,7 @@ from sglang_gemma4_yoco import __version__, compat, counters
 from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
 from sglang_gemma4_yoco.counters import Outcome, served
 from sglang_gemma4_yoco.loading import limits
-from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, Refusal, ServerRefusal
+from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, ServerRefusal
 
 #: The key in the internal state of each scheduler in /server_info.
 ENTRY = "gemma4_yoco"
@@ -100,8 +100,8 @@ def _find_reason(state: ModelState | None) -> str | None:
 def make_label(outcome: Outcome) -> str:
     """An outcome in snake case, for a metric; reasons of a whole server have labels of their own.
 
-    >>> make_label(Refusal("LoRA")), make_label(ServerRefusal("LoRA")), make_label("failed")
-    ('lora', 'server_unsupported', 'failed')
+    >>> make_label("forward mode IDLE"), make_label(ServerRefusal("LoRA"))
+    ('forward_mode_idle', 'server_unsupported')
     """
     if isinstance(outcome, ServerRefusal):
         return outcome.label

@@ -25,6 +25,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
+from sglang_gemma4_yoco.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _poison_of(dtype: torch.dtype) -> float:
 
 
 #: Why a forward in a span of ``switched("0")`` is served by stock.
-SWITCHED_OFF = "switched off for the span"
+SWITCHED_OFF = Refusal("switched off for the span")
 
 
 def switched(value: str) -> AbstractContextManager[object]:
@@ -84,10 +85,9 @@ def reset_log() -> None:
     """Forget what the package has counted and logged."""
     from sglang_gemma4_yoco import counters, log
 
-    for kept in (counters.forwards, counters.rows, counters.server_reasons):
-        kept.clear()
     log._logged.clear()
-    vars(counters.audits).update(vars(counters.Audits()))
+    fresh = counters.Counters(observers=counters.served.observers)
+    vars(counters.served).update(vars(fresh))
 
 
 class Engine:

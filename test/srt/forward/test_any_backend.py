@@ -83,7 +83,7 @@ def test_the_captured_tail(engine: Engine) -> None:
         for prompts in (batch_of((0, 70)), batch_of((64, 9), (100, 41))):
             with no_tail_on_main():
                 assert_fast(engine, prompts, replays=True)
-        assert counters.forwards[counters.TAIL_CAPTURED] == 2
+        assert counters.served.forwards[counters.TAIL_CAPTURED] == 2
     finally:
         engine.runner.init_attention_backends()
 
@@ -111,7 +111,7 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert counters.forwards[limits.NO_TAIL] == 1
+        assert counters.served.forwards[limits.NO_TAIL] == 1
 
 
 def named(name: str) -> type:

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 @pytest.mark.parametrize("name", BATCHES)
 def test_what_is_right_agrees(engine: Engine, name: str) -> None:
     assert_audited(engine, BATCHES[name], FIRST_CUT)
-    assert 0 < counters.audits.worst < 0.5  # of what is rounding
+    assert 0 < counters.served.audits.worst < 0.5  # of what is rounding
 
 
 def test_one_of_so_many_that_are_cut(engine: Engine) -> None:
@@ -47,7 +47,7 @@ def test_one_of_so_many_that_are_cut(engine: Engine) -> None:
         for switch in "1101111":
             run(engine, engine.schedule(TWO_PROMPTS), switch)
             run(engine, engine.schedule(batch_of((5, 1), (0, 1))), switch)  # nothing to skip
-            audits.append(counters.audits.agree)
+            audits.append(counters.served.audits.agree)
     assert audits == [0, 0, 0, 1, 1, 1, 2]
 
 
@@ -76,7 +76,7 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
     scheduled = engine.schedule(TWO_PROMPTS)
     with audited(engine), pytest.MonkeyPatch.context() as broken, switched("1"):
         engine.forward(scheduled, intermediate=True)
-        assert counters.forwards[counters.TAIL_SKIPPED] == 1
+        assert counters.served.forwards[counters.TAIL_SKIPPED] == 1
         assert counts() == (1, 0)
         _nothing_written(broken)
         engine.forward(scheduled, intermediate=True)
@@ -133,7 +133,7 @@ def test_a_defect_that_an_audit_finds_is_answered_by_stock(
     with audited(engine), caplog.at_level("ERROR", log.logger.name):
         seen = run(engine, scheduled, "1")
     assert counts() == (0, 1)
-    assert counters.audits.worst > 1e-3
+    assert counters.served.audits.worst > 1e-3
     assert torch.equal(seen.output.next_token_logits, stock.output.next_token_logits)
     if stock.output.input_token_logprobs is not None:
         assert torch.equal(seen.output.input_token_logprobs, stock.output.input_token_logprobs)
@@ -202,7 +202,7 @@ def test_an_audit_that_fails_on_and_on_leaves_keys_and_values(
         seen = run(engine, scheduled, "1")
         assert state.after_cut is None
     assert len(calls) == 2
-    assert counters.forwards[counters.TAIL_EAGER] == 1
+    assert counters.served.forwards[counters.TAIL_EAGER] == 1
     assert_same_cache(stock, seen)
     assert_same_answers(stock, seen, TOLERANCE)
 

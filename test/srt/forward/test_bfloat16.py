@@ -72,7 +72,7 @@ def engine(checkpoint: Path) -> Engine:
 def _nothing_else_fell_back() -> Iterator[None]:
     reset_log()
     yield
-    assert {*counters.forwards} <= {counters.TAIL_EAGER, counters.TAIL_SKIPPED, SWITCHED_OFF}
+    assert {*counters.served.forwards} <= {counters.TAIL_EAGER, counters.TAIL_SKIPPED, SWITCHED_OFF}
 
 
 def answers(seen: Observed) -> torch.Tensor:

@@ -214,7 +214,7 @@ def test_one_row_of_each_request(
 )
 def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Prompt]) -> None:
     assert_fast(engine, prompts)
-    assert counters.TAIL_CAPTURED not in counters.forwards
+    assert counters.TAIL_CAPTURED not in counters.served.forwards
     assert_replayed(engine, TWO_PROMPTS)
 
 

@@ -34,7 +34,7 @@ def test_a_forward_that_is_compiled(engine: Engine) -> None:
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
         seen = run(engine, scheduled, "1")
     assert_all_rows(engine, TWO_PROMPTS, seen)
-    assert not counters.forwards
+    assert not counters.served.forwards
     assert_fast(engine)
 
 

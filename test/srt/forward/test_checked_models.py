@@ -158,9 +158,9 @@ def test_audits_of_random_traffic(captured: Engine) -> None:
                 batch = captured.schedule(traffic(draws, vocabulary))
                 captured.forward(batch, intermediate=number % 6 == 5)
     assert counts() == (16, 0)
-    assert counters.audits.worst < 0.5
-    assert counters.forwards[counters.TAIL_CAPTURED] > 0
-    assert counters.forwards[counters.TAIL_EAGER] > 0
+    assert counters.served.audits.worst < 0.5
+    assert counters.served.forwards[counters.TAIL_CAPTURED] > 0
+    assert counters.served.forwards[counters.TAIL_EAGER] > 0
     assert_untouched(captured)
 
 
@@ -212,7 +212,7 @@ def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
                 continue
             output = captured.forward(scheduled, intermediate=batch == CHUNK)
         assert counts() == (0, 1), way
-        assert counters.audits.worst > ENOUGH, way
+        assert counters.served.audits.worst > ENOUGH, way
         if batch != CHUNK:
             assert torch.equal(output.next_token_logits, stock.output.next_token_logits), way
         assert_same_cache(stock, dataclasses.replace(stock, kv=captured.kv()))

@@ -163,7 +163,7 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     for one in (seen, later):
         assert_served_by_stock(stock, one)
     assert_untouched(engine)
-    assert counters.forwards == {reason: 2}
+    assert counters.served.forwards == {reason: 2}
     assert start.get_state(engine.text_model).unsupported == reason
 
 

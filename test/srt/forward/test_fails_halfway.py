@@ -357,7 +357,7 @@ def serve_failing(
         assert outcomes() == {way.outcome: 1}
     else:
         torch.testing.assert_close(seen.answer, stock.answer, atol=0, rtol=0)
-        assert counters.forwards[counters.FAILED] == 1, outcomes()
+        assert counters.served.forwards[counters.FAILED] == 1, outcomes()
         assert state_of(engine).failures_in_a_row == 1
         may_change.append("state.failures_in_a_row")
     assert_left_as_by(stock, seen)
@@ -375,14 +375,14 @@ def start_failing(engine: Engine, part: str, site: Site, error: type[BaseExcepti
     with tensors_unchanged(engine), failing_at(site, error):
         set_up(engine, part)
     assert_nothing_else_changed(engine, before, *SET_UP)
-    assert not counters.forwards
+    assert not counters.served.forwards
     if site.phase in ("capture", "graphs compared"):
         assert state_of(engine).unsupported is None, "the tail can still run eagerly"
     for way in (WAYS["captured"], WAYS["exit"]):
         stock, seen = served_by_stock(engine, way), serve(engine, way, nullcontext())
         torch.testing.assert_close(seen.answer, stock.answer, atol=TOLERANCE, rtol=0)
         assert_left_as_by(stock, seen)
-    assert counters.FAILED not in counters.forwards
+    assert counters.FAILED not in counters.served.forwards
 
 
 class Work(NamedTuple):
@@ -508,7 +508,7 @@ def test_what_must_be_raised_leaves_all_as_it_was(
             assert all(map(torch.equal, seen.cache, stock.cache)), site
             assert torch.equal(seen.step, stock.step), site
         assert all(map(torch.equal, seen.free, stock.free)), site
-        assert counters.FAILED not in counters.forwards
+        assert counters.FAILED not in counters.served.forwards
         assert_nothing_else_changed(engine, before)
 
 

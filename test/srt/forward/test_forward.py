@@ -121,7 +121,7 @@ def test_a_failure_is_served_by_stock(
     assert len(seen.rows) > LAYERS or place == "first layer"
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
-    assert counters.forwards == {counters.FAILED: 1}
+    assert counters.served.forwards == {counters.FAILED: 1}
     [error] = said(logging.ERROR)
     assert said()[before:] == [error]
     assert "InjectedError" in error
@@ -148,7 +148,7 @@ def test_each_kind_of_failure_is_logged_once(
     assert first.exc_info
     assert "VaryingError" in first.getMessage()
     assert "InjectedError" in second.getMessage()
-    assert counters.forwards == {counters.FAILED: 4}
+    assert counters.served.forwards == {counters.FAILED: 4}
 
 
 def test_failures_in_a_row_turn_the_fast_path_off(
@@ -164,7 +164,7 @@ def test_failures_in_a_row_turn_the_fast_path_off(
         after = run(engine, scheduled, "1")
         assert after.rows == stock.rows
         assert_served_by_stock(stock, after)
-    assert counters.forwards == {counters.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
+    assert counters.served.forwards == {counters.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
     _, off = said(logging.ERROR)
     assert [line for line in said() if forward.GIVEN_UP in line] == [off]
     # New attention backends begin anew.
@@ -179,7 +179,7 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
             with failing(engine, "last tail layer"):
                 run(engine, scheduled, "1")
         assert run(engine, scheduled, "1").rows[-1] == 1
-    assert counters.forwards == {counters.FAILED: 3 * (forward.LIMIT - 1), counters.TAIL_EAGER: 3}
+    assert counters.served.forwards == {counters.FAILED: 3 * (forward.LIMIT - 1), counters.TAIL_EAGER: 3}
 
 
 def test_a_forward_that_never_comes_to_its_norm(
@@ -205,7 +205,7 @@ def test_a_forward_that_never_comes_to_its_norm(
         assert forward.serve_forward(state, batch, run_by_hand)[0] == 2
     assert ends == [FIRST_CUT, LAYERS]
     assert planned_for(batch) is None
-    assert counters.forwards == {core_model.OTHER_END: 1}
+    assert counters.served.forwards == {core_model.OTHER_END: 1}
     assert state.unsupported == core_model.OTHER_END
     assert_untouched(engine)
 
@@ -217,8 +217,8 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
     state = start.get_state(engine.text_model)
     idle = forward.EagerForward(state, batch.positions, None, lambda: "stock's")
     assert forward.serve_forward(state, batch, idle) == "stock's"
-    assert counters.forwards == {"forward mode IDLE": 1}
-    assert counters.rows == {counters.COMPUTED: 0, counters.SKIPPED: 0}
+    assert counters.served.forwards == {"forward mode IDLE": 1}
+    assert counters.served.rows == {counters.COMPUTED: 0, counters.SKIPPED: 0}
 
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
@@ -282,7 +282,7 @@ def test_decode_goes_straight_through(
             steps.append(step(engine, scheduled, [30, 31], switch))
         assert not gated.called
         assert not planned.called
-        assert not counters.forwards
+        assert not counters.served.forwards
         assert said(logging.DEBUG) == []
     stock, fast = steps
     assert fast.rows == stock.rows == [2] * LAYERS
@@ -296,4 +296,4 @@ def test_each_reason_is_logged_once(engine: Engine, said: Callable[..., list[str
         for _ in range(3):
             engine.forward(scheduled)
     assert said() == [f"Gemma 4 fast prefill falls back to stock: {SWITCHED_OFF}"]
-    assert counters.forwards[SWITCHED_OFF] == 3
+    assert counters.served.forwards[SWITCHED_OFF] == 3

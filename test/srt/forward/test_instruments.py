@@ -70,7 +70,7 @@ def test_the_dumper_finds_all_rows(
         if re.search("layers\\.\\d+\\.mlp\\.output", file.name):
             shapes.append(torch.load(file)["value"].shape[0])
     assert shapes == [total] * len(engine.text_model.layers)
-    assert counters.forwards == {limits.DUMPER: 1}
+    assert counters.served.forwards == {limits.DUMPER: 1}
 
 
 # ---------------------------------------------------------------- checks of values and indices

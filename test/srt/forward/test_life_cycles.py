@@ -139,9 +139,9 @@ def what_is_left(engine: Engine) -> dict[str, Any]:
     outcomes = []
     for prompts in (TO_THE_EXIT, WITHOUT_A_BUCKET):
         batch = engine.schedule(prompts)
-        counters.forwards.clear()
+        counters.served.forwards.clear()
         engine.forward(batch)
-        outcomes.append(dict(counters.forwards))  # each batch is counted once
+        outcomes.append(dict(counters.served.forwards))  # each batch is counted once
         engine.decode(batch, [7])
     return {
         "outcomes": outcomes,

@@ -37,7 +37,7 @@ def assert_never_touched(engine: Engine) -> None:
     seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     total = new_rows(TWO_PROMPTS)
     assert seen.rows == [total] * len(engine.text_model.layers)
-    assert counters.forwards == {}
+    assert counters.served.forwards == {}
 
 
 def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:

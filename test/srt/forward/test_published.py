@@ -80,4 +80,4 @@ def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str
         assert batch() is None
     finally:
         gc.enable()
-    assert counters.forwards[outcome] == 1
+    assert counters.served.forwards[outcome] == 1

@@ -160,10 +160,10 @@ def test_drafts_that_read_no_row_but_the_last(
     batches_with(spec_algorithm=algorithm)
     assert_fast(engine)
     # A draft may go on from the token of a chunk that does not finish its prompt.
-    before = counters.forwards.copy()
+    before = counters.served.forwards.copy()
     with switched("1"):
         engine.forward(engine.schedule(TWO_PROMPTS), intermediate=True)
-    outcomes = set(counters.forwards - before)
+    outcomes = set(counters.served.forwards - before)
     assert outcomes
     assert outcomes <= set(counters.CUT) - {counters.TAIL_SKIPPED}
 

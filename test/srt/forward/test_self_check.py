@@ -50,10 +50,10 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 @contextmanager
 def nothing_left(engine: Engine) -> Iterator[None]:
     """The span leaves tables, pools, counters and the model as they were."""
-    counted = dict(counters.forwards)
+    counted = dict(counters.served.forwards)
     with tensors_unchanged(engine):
         yield
-    assert dict(counters.forwards) == counted
+    assert dict(counters.served.forwards) == counted
     assert_untouched(engine)
     modules = list(engine.text_model.modules())
     assert [m for m in modules if m._forward_hooks or m._forward_pre_hooks] == []

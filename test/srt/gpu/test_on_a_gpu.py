@@ -140,7 +140,7 @@ def test_the_host_waits_for_nothing(
             reset_log()
             with refusing_waits(engine.text_model, "forward"):
                 engine.forward(scheduled)
-    assert counters.forwards[outcome_of(name, captured=kind == "replayed")] == 1
+    assert counters.served.forwards[outcome_of(name, captured=kind == "replayed")] == 1
 
 
 def launches(engine: Engine, batch: Any, way: str) -> Counter[str]:

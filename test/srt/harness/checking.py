@@ -100,7 +100,7 @@ def assert_audited(engine: Engine, prompts: Sequence[Prompt], first_cut: int) ->
 
 def counts() -> tuple[int, int]:
     """Of all audits so far, those that agree and those that found a defect."""
-    return counters.audits.agree, counters.audits.differ
+    return counters.served.audits.agree, counters.served.audits.differ
 
 
 def find_defect(engine: Engine) -> str:

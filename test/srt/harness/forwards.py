@@ -102,11 +102,11 @@ def assert_fast(
 
 def assert_stock(engine: Engine, reason: str, prompts: Sequence[Prompt] = TWO_PROMPTS) -> Observed:
     """The switch makes no difference to anything that is computed, and the reason is counted."""
-    scheduled, before = engine.schedule(prompts), counters.forwards[reason]
+    scheduled, before = engine.schedule(prompts), counters.served.forwards[reason]
     stock, refused = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     observe.assert_stock(engine, prompts, stock)
     observe.assert_stock(engine, prompts, refused)
-    assert counters.forwards[reason] == before + 1
+    assert counters.served.forwards[reason] == before + 1
     assert_served_by_stock(stock, refused)
     captured = stock.output.hidden_states
     if captured is not None:
@@ -141,7 +141,7 @@ def assert_untouched(engine: Engine) -> None:
 
 def outcomes() -> dict[str, int]:
     """How forwards with the fast path on ended, since reports were forgotten."""
-    found = dict(counters.forwards)
+    found = dict(counters.served.forwards)
     found.pop(SWITCHED_OFF, None)
     return found
 

@@ -74,7 +74,7 @@ def run(
         switch = "1"
     engine.poison(batch)
     recorder.replays.clear()
-    before = counters.forwards.copy()
+    before = counters.served.forwards.copy()
     with ExitStack() as span:
         span.enter_context(switched(switch))
         if eagerly:
@@ -88,7 +88,7 @@ def run(
     logprobs = output.input_token_logprobs
     if logprobs is not None:
         logprobs = torch.as_tensor(logprobs).clone()
-    outcomes, logits = dict(counters.forwards - before), output.next_token_logits.clone()
+    outcomes, logits = dict(counters.served.forwards - before), output.next_token_logits.clone()
     return Run(segments, outcomes, logits, logprobs, output, without_padding(engine.kv()))
 
 

@@ -66,9 +66,9 @@ class Answer:
     def of(cls, engine: Any, batch: Any, way: str) -> Answer:
         """Run it, over K and V that are poisoned."""
         engine.poison(batch)
-        counters.forwards.clear()
+        counters.served.forwards.clear()
         logits = bench_prefill.timed(engine, batch, way)[1].double()
-        return cls(", ".join(counters.forwards), logits, engine.written(batch))
+        return cls(", ".join(counters.served.forwards), logits, engine.written(batch))
 
     def beside(self, other: Answer, rounding: float) -> dict[str, Any]:
         """Return how far it is from ``other``, which is right, and whether that is rounding.

@@ -57,7 +57,7 @@ class Loop:
         torch.cuda.synchronize()
         self.races.found.clear()
         self.races.accesses = 0
-        counters.forwards.clear()
+        counters.served.forwards.clear()
         iterations = iter(range(ITERATIONS + 1))
         self.scheduler.gracefully_exit = False
 
@@ -72,7 +72,7 @@ class Loop:
             self.scheduler.run_event_loop()
         torch.cuda.synchronize()
         return {
-            "forwards": dict(counters.forwards),
+            "forwards": {str(name): n for name, n in counters.served.forwards.items()},
             "accesses": self.races.accesses,
             "races": dict(self.races.found.most_common(5)),
         }
@@ -132,7 +132,7 @@ def find_races(folder: Path, question: str) -> Answer:
     }
     with settings_changed(audit=1):
         state.after_cut = audit.make_auditor(loop.scheduler.tp_worker.model_runner, state)
-        found["audited"] = loop.serve() | {"audits": vars(counters.audits)}
+        found["audited"] = loop.serve() | {"audits": vars(counters.served.audits)}
     state.after_cut = None
     for name, span in _make_races(loop, state).items():
         with span:

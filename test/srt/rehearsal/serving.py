@@ -67,19 +67,19 @@ def serve(engine: Engine, name: str, way: str) -> Answer:
     mode, state = operations.current, state_of(engine)
     assert mode is not None
     failures: list[str] = []
-    stock_failed = counters.count_failure
+    stock_failed = counters.served.count_failure
 
     def failed(failure: Exception, *others: Any) -> None:
         failures.append(describe(failure))
         stock_failed(failure, *others)
 
-    counters.forwards.clear()
+    counters.served.forwards.clear()
     mode.waits.clear()
     mode.product_rows.clear()
     known = len(kernels.compiled)
     with ExitStack() as span:
         span.enter_context(settings_changed(min_skipped_rows=1))
-        span.enter_context(replaced(counters, count_failure=failed))
+        span.enter_context(replaced(counters.served, count_failure=failed))
         if way == STOCK:
             span.enter_context(switched("0"))
         else:
@@ -94,7 +94,7 @@ def serve(engine: Engine, name: str, way: str) -> Answer:
             failures.append(describe(failure))
         counts = device.read_counters(operations.RUNTIME) - before
     return {
-        "outcome": next(iter(counters.forwards), ""),
+        "outcome": next(iter(counters.served.forwards), ""),
         "counts": dict(counts),
         "product_rows": dict(mode.product_rows),
         "waits": dict(mode.waits),

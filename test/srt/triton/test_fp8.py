@@ -107,7 +107,7 @@ def test_answers_are_as_near_as_those_of_two_chunks(engine: Engine, prompts: lis
     stock, fast = assert_fast(
         engine, prompts, tolerance=math.inf, projected=projections(engine, prompts)
     )
-    assert counters.forwards[counters.TAIL_EAGER] == 1
+    assert counters.served.forwards[counters.TAIL_EAGER] == 1
     chunks = run(engine, engine.schedule(list(map(in_two_chunks, prompts))), "0")
 
     def distance(seen: Observed) -> float:
@@ -120,7 +120,7 @@ def test_an_intermediate_chunk(engine: Engine) -> None:
     """It writes stock's keys and values, bit for bit."""
     prompts = batch_of((6, 20), (0, 7), to_come=(21, 22))
     assert_fast(engine, prompts, projected=projections(engine, prompts))
-    assert counters.forwards[counters.TAIL_SKIPPED] == 1
+    assert counters.served.forwards[counters.TAIL_SKIPPED] == 1
 
 
 # ---------------------------------------------------------------- the cache

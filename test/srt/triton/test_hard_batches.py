@@ -308,8 +308,8 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
     prefix = str(int(tail == CAPTURED))
     fast = play(engine, prompts, "1", prefix=prefix, stock=stock)
     stock_before = any(p.cached for p in prompts) and prefix == "0"
-    assert (SWITCHED_OFF in counters.forwards) == stock_before, counters.forwards
-    assert counters.FAILED not in counters.forwards
+    assert (SWITCHED_OFF in counters.served.forwards) == stock_before, counters.served.forwards
+    assert counters.FAILED not in counters.served.forwards
     compare(engine, prompts, tail, stock, fast)
 
 
@@ -326,8 +326,8 @@ def test_an_eager_plan_leaves_the_graphs_buffers(engine: Engine) -> None:
                 buffers[name] = buffer, buffer.clone()
         for name in ("five requests", "suffixes beside last rows"):
             engine.forward(engine.schedule(batches[name]))
-    assert counters.forwards[counters.TAIL_CAPTURED] == 1
-    assert counters.forwards[counters.TAIL_EAGER] == 2
+    assert counters.served.forwards[counters.TAIL_CAPTURED] == 1
+    assert counters.served.forwards[counters.TAIL_EAGER] == 2
     assert {"cuda_graph_kv_indices", "cuda_graph_window_kv_indices"} <= buffers.keys()
     for name, (buffer, before) in buffers.items():
         assert getattr(tail, name) is buffer, name

@@ -122,7 +122,7 @@ def test_the_tails_plan_reads_nothing(engine: Engine, prompts: list[Prompt]) -> 
             ),
         ):
             engine.forward(scheduled)
-        assert (counters.forwards[counters.TAIL_EAGER] == 1) == (switch == "1")
+        assert (counters.served.forwards[counters.TAIL_EAGER] == 1) == (switch == "1")
         assert [site for _, site in reads if site.startswith(PACKAGE)] == []
         whole.append(in_sglang(reads))
     stock_plan, fast_plan = planned

@@ -88,7 +88,7 @@ def test_a_refused_server_says_why(
     serving.unsupported = "LoRA"
     counters.note_unsupported("LoRA")
     metrics.collect_metrics(LABELS)
-    counters.count_ineligible("LoRA", 7)
+    counters.served.count_ineligible("LoRA", 7)
     name, outcome = "sglang:gemma4_yoco_forwards_total", LABELS | {"outcome": "server_unsupported"}
     assert registry.get_sample_value(name, outcome) == 1
     state = answered()
@@ -116,7 +116,7 @@ def test_a_number_that_is_not_finite_is_a_word(
 ) -> None:
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
     serving.report["check"] = Checked(Difference("keys", largest, 0.5)).to_json()
-    counters.audits.worst = largest
+    counters.served.audits.worst = largest
     state = answered()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word
     assert state["check"]["allowed"] == 0.5
@@ -135,7 +135,7 @@ def test_one_rank_counts_for_its_group(
 ) -> None:
     monkeypatch.setattr(compat.server, "read_argument", lambda _: every)
     metrics.collect_metrics({"tp_rank": rank})
-    counters.count_ineligible("a reason", 3)
+    counters.served.count_ineligible("a reason", 3)
     of = {"tp_rank": str(rank), "outcome": "a_reason"}
     assert registry.get_sample_value("sglang:gemma4_yoco_forwards_total", of) == (counts or None)
 
@@ -153,12 +153,12 @@ def test_what_was_counted_before_is_counted_at_once(
     monkeypatch: pytest.MonkeyPatch, registry: prometheus_client.CollectorRegistry
 ) -> None:
     """And no prefill looks its series up again, which takes longer than counting."""
-    counters.count_ineligible("a reason", 3)
-    counters.count_audit(0.25, agrees=True)
+    counters.served.count_ineligible("a reason", 3)
+    counters.served.count_audit(0.25, agrees=True)
     metrics.collect_metrics(LABELS)
     monkeypatch.delattr(prometheus_client.metrics.MetricWrapperBase, "labels")
-    counters.count_ineligible("a reason", 4)
-    counters.count_audit(0.125, agrees=True)
+    counters.served.count_ineligible("a reason", 4)
+    counters.served.count_audit(0.125, agrees=True)
     for name, labels, value in (
         ("forwards_total", {"outcome": "a_reason"}, 2),
         ("rows_total", {"part": "computed"}, 7),
@@ -174,8 +174,8 @@ def test_metrics_that_cannot_be_made_cost_nothing() -> None:
     metrics.collect_metrics(LABELS)
     with pytest.raises(ValueError, match="Duplicated"):
         metrics.collect_metrics(LABELS)
-    counters.count_ineligible("a reason", 3)
-    assert counters.forwards == {"a reason": 1}
+    counters.served.count_ineligible("a reason", 3)
+    assert counters.served.forwards == {"a reason": 1}
 
 
 def test_metrics_that_break_are_not_tried_again(said: Callable[..., list[str]]) -> None:
@@ -186,9 +186,9 @@ def test_metrics_that_break_are_not_tried_again(said: Callable[..., list[str]]) 
         calls.append(counted)
         raise OSError
 
-    counters.observers.append(observe)
+    counters.served.observers.append(observe)
     for _ in range(2):
-        counters.count_ineligible("LoRA", 7, logged=False)
+        counters.served.count_ineligible("LoRA", 7, logged=False)
     assert calls == [("forwards", "LoRA", 1)]
-    assert counters.forwards["LoRA"] == 2
+    assert counters.served.forwards["LoRA"] == 2
     assert said() == ["Gemma 4 fast prefill: its metrics are no longer collected: OSError()"]
