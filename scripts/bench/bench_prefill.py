@@ -365,7 +365,7 @@ def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
     given = forward()
     if len(counters.served.forwards) != 1:
         raise NotActiveError(f"the package reports {dict(counters.served.forwards)}")
-    return next(iter(counters.served.forwards)), given
+    return str(next(iter(counters.served.forwards))), given
 
 
 def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:

@@ -144,4 +144,4 @@ def test_pools_that_are_laid_out_by_heads(
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     engine = started(tiny_checkpoint, page_size=64)
     reason = "K and V are not stored slot by slot, but in 4 dimensions"
-    assert state_of(engine).unsupported == reason
+    assert str(state_of(engine).unsupported) == reason

@@ -66,7 +66,7 @@ def test_copied_positions_beside_prefill_graphs(
     with caplog.at_level("INFO", log.logger.name):
         prefills = PhaseConfig(backend=Backend.BREAKABLE, bs=[4, 8])
         restarted(cuda_graph_config=CudaGraphConfig(prefill=prefills))
-    (record,) = [r for r in caplog.records if limits.WRONG_REPLAYS in r.getMessage()]
+    (record,) = [r for r in caplog.records if limits.WRONG_REPLAYS.text in r.getMessage()]
     assert record.levelname == "WARNING"
     assert "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION" in record.getMessage()
     assert "unset it" in record.getMessage()

@@ -249,7 +249,8 @@ def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
 
     def decide() -> str | None:
         engine.runner.init_attention_backends()
-        return state_of(engine).unsupported
+        refusal = state_of(engine).unsupported
+        return refusal and refusal.text
 
     yield decide
     engine.runner.init_attention_backends()
@@ -334,7 +335,7 @@ def test_a_forward_that_is_not_ours_any_more(
     """Somebody has put back what they found: no prefill would be cut."""
     stock = inspect.unwrap(MODEL.forward)
     with mock.patch.object(MODEL, "forward", stock):
-        assert judged() == classes.REPLACED
+        assert judged() == classes.REPLACED.text
     with mock.patch.object(MODEL, "forward", torch.no_grad()(MODEL.forward)):
         assert judged() is None
 
@@ -351,7 +352,7 @@ def test_what_cannot_be_judged(
         __dict__ = property(refuse)
 
     with replaced(layer(engine), router=Odd.__new__(Odd)):
-        assert [judged(), judged()] == [classes.NOT_JUDGED] * 2
+        assert [judged(), judged()] == [classes.NOT_JUDGED.text] * 2
     failed = (
         "Gemma 4 fast prefill: looking for other people's code failed: RuntimeError('not here')"
     )
@@ -385,8 +386,8 @@ def test_doctor_judges_what_needs_no_weights(setting: Callable[..., None], engin
         reason = state_of(engine).unsupported
     engine.runner.init_attention_backends()
     assert trusting.refusals == []
-    assert refusing.refusals == [reason]
     assert reason is not None
+    assert refusing.refusals == [reason.text]
     assert examined().refusals == []
 
 

@@ -40,11 +40,12 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
-from sglang_gemma4_yoco.checking import exit_check, rounding
+from sglang_gemma4_yoco.checking import audit, exit_check, rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core import eligibility, plan, ranks
+from sglang_gemma4_yoco.counters import Outcome
 from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits
 from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward, PrefillGraphExits
 from sglang_gemma4_yoco.replaced import replaced
@@ -110,7 +111,7 @@ def reopened(engine: Engine) -> str:
 def test_random_batches(engine: Engine) -> None:
     """All kinds in turns, over pools that are emptied in between."""
     window = engine.text_model.config.sliding_window
-    outcomes: list[str] = []
+    outcomes: list[Outcome] = []
 
     @hypothesis_settings(
         max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -172,7 +173,7 @@ def test_media_run_eagerly(engine: Engine, are_open: bool) -> None:
     assert fast.outcomes == {counters.TAIL_CAPTURED: 1}
     close(fast.logits, stock.logits)
     close(fast.cache, stock.cache)
-    state_of(engine).turn_off("an audit has found a defect")
+    state_of(engine).turn_off(audit.DIFFERED)
     off = run(engine, media_batch(engine, picture), fast=True)
     assert (off.segments, torch.equal(off.logits, stock.logits)) == (0, True)
 
@@ -394,7 +395,9 @@ def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyP
 def test_without_the_check(engine: Engine) -> None:
     with settings_changed(self_check=False):
         assert reopened(engine) == ""
-    assert state_of(engine).report["exits_check"]["unchecked"] == check_at_start.OFF
+    assert (
+        state_of(engine).report["exits_check"]["unchecked"] == check_at_start.NOT_WANTED.unchecked
+    )
 
 
 # ---------------------------------------------------------------- repaired

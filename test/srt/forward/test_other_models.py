@@ -19,8 +19,9 @@ from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters, log
-from sglang_gemma4_yoco.core import eligibility, state
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core import state
+from sglang_gemma4_yoco.loading import limits, start
+from sglang_gemma4_yoco.refusal import ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 EXPERTS = "rows of UnquantizedFusedMoEMethod may depend on each other"
@@ -119,7 +120,7 @@ def test_experts_in_the_tail_are_refused(tiny_checkpoint: Path, tmp_path: Path) 
     file.write_text(json.dumps(config))
     engine = Engine(tmp_path / "experts", **ENGINE, load_format="dummy")
     assert engine.text_model.layers[-1].moe is not None
-    assert start.get_state(engine.text_model).unsupported == EXPERTS
+    assert start.get_state(engine.text_model).unsupported == ServerRefusal(EXPERTS)
     try:
         assert_stock(engine, EXPERTS)
     except AssertionError as failure:
@@ -140,4 +141,4 @@ def test_an_embedding_server_is_refused(
             said.append(m)
     assert said == []
     assert start.get_state(engine.text_model).attention is None
-    assert_stock(engine, eligibility.EMBEDDINGS)
+    assert_stock(engine, limits.EMBEDDINGS)

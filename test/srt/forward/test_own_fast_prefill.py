@@ -76,7 +76,7 @@ def test_on_sglang_serves(tiny_checkpoint: Path, said: Callable[..., list[str]])
     assert line.endswith(f"for this server: {limits.SGLANG_SERVES}")
     assert "--kv-sharing-fast-prefill" in line
     assert (state["active"], state["fast_prefill"]) == (False, "SGLang")
-    assert status.verdict([state]) == (False, limits.SGLANG_SERVES)
+    assert status.verdict([state]) == (False, limits.SGLANG_SERVES.text)
 
 
 def test_on_sglang_serves_in_any_release(tiny_checkpoint: Path) -> None:
@@ -91,7 +91,7 @@ def test_on_sglang_serves_in_any_release(tiny_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "refusals"),
-    [(False, []), (True, [limits.SGLANG_SERVES])],
+    [(False, []), (True, [limits.SGLANG_SERVES.text])],
 )
 def test_doctor_says_whose_serves(tiny_checkpoint: Path, flag: bool, refusals: list[str]) -> None:
     report, arguments = Report(), ENGINE | {compat.server.FAST_PREFILL: flag}

@@ -66,15 +66,15 @@ def test_by_default_it_is_stock(
     reason = state_of(engine).unsupported
     assert reason is not None
     for part in (compat.release.INSTALLED, "0.5.22 to 0.5.0", "SGLANG_GEMMA4_YOCO_UNTESTED=1"):
-        assert part in reason
+        assert part in reason.text
     assert said() == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
     assert said(logging.WARNING) == said()
     assert_stock(engine, reason, PROMPTS)
     # A process of tests has other engines, and a server's has one.
     with mock.patch.object(states, "_attached", WeakSet([state_of(engine)])):
         state = metrics.describe_state()
-    assert (state["active"], state["reason"]) == (False, reason)
-    assert state["forwards"][metrics.UNTESTED_RELEASE] == 1
+    assert (state["active"], state["reason"]) == (False, reason.text)
+    assert state["forwards"][limits.UNTESTED_RELEASE] == 1
 
 
 def test_with_the_setting_it_extends_eagerly(
@@ -122,7 +122,9 @@ def test_without_the_check_it_is_stock(engine: Engine, untested: Callable[..., N
     untested(untested=True, self_check=False)
     reason = state_of(engine).unsupported
     assert reason is not None
-    assert reason.endswith("SGLANG_GEMMA4_YOCO_UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF_CHECK=1")
+    assert reason.text.endswith(
+        "SGLANG_GEMMA4_YOCO_UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF_CHECK=1"
+    )
     assert_stock(engine, reason, PROMPTS)
 
 

@@ -13,7 +13,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.workload import due_rows
-from sglang_gemma4_yoco.core.eligibility import is_worth_cutting
+from sglang_gemma4_yoco.core.worth import is_worth_cutting
 
 LAYERS = E2B_TINY.layers
 FIRST_SHARED = E2B_TINY.layers - E2B_TINY.kv_shared_layers

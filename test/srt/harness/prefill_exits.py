@@ -24,6 +24,7 @@ from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP, TAIL_NOT_CAPTURED
+from sglang_gemma4_yoco.counters import Outcome
 from sglang_gemma4_yoco.loading import start
 
 BUCKETS = [16, 32, 64, 128]
@@ -52,7 +53,7 @@ class Run:
     """
 
     segments: int
-    outcomes: dict[str, int]
+    outcomes: dict[Outcome, int]
     logits: torch.Tensor
     logprobs: torch.Tensor | None
     output: Any
@@ -114,13 +115,13 @@ def strict_exits() -> Iterator[None]:
         yield
 
 
-EAGERLY = frozenset(
+EAGERLY: frozenset[Outcome] = frozenset(
     {counters.TAIL_EAGER, counters.TAIL_CAPTURED, counters.TAIL_SKIPPED, NOTHING_TO_SKIP}
 )
-TO_THE_END = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
+TO_THE_END: frozenset[Outcome] = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
 
 
-def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[str]]:
+def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[Outcome]]:
     """Segments that the fast path must run, and how it may be counted."""
     state = start.get_state(engine.text_model)
     if not is_replayed(new_rows(prompts)):
@@ -138,7 +139,7 @@ def is_intermediate(prompts: Sequence[Prompt]) -> bool:
     return all(prompt.to_come for prompt in prompts)
 
 
-def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = None) -> str:
+def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = None) -> Outcome:
     """All three ways give the same answers and leave the same cache; the fast one's outcome.
 
     The rest of unfinished prompts goes the same three ways, on what the fast one has left.

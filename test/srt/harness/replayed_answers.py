@@ -68,7 +68,7 @@ class Answer:
         engine.poison(batch)
         counters.served.forwards.clear()
         logits = bench_prefill.timed(engine, batch, way)[1].double()
-        return cls(", ".join(counters.served.forwards), logits, engine.written(batch))
+        return cls(", ".join(map(str, counters.served.forwards)), logits, engine.written(batch))
 
     def beside(self, other: Answer, rounding: float) -> dict[str, Any]:
         """Return how far it is from ``other``, which is right, and whether that is rounding.

@@ -27,6 +27,7 @@ from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.refusal import Refusal
 
 
 def skip_on_older(what: str, absent: Iterable[str]) -> None:
@@ -101,7 +102,7 @@ def model(**changes: Any) -> SimpleNamespace:
     )
 
 
-def reason_of(served: Any, forward_batch: Any) -> str | None:
+def reason_of(served: Any, forward_batch: Any) -> Refusal | None:
     """Why the gate refuses a batch of this model, or None."""
     return eligibility.find_ineligible_reason(start.get_state(served), forward_batch)
 

@@ -52,7 +52,7 @@ def point(engine: Engine) -> Point:
 
 def test_each_way_is_what_it_says(point: Point) -> None:
     assert point.path == counters.TAIL_CAPTURED
-    assert point.replayed[OFF_REPLAYED].path == SWITCHED_OFF
+    assert point.replayed[OFF_REPLAYED].path == SWITCHED_OFF.text
     assert point.replayed[ON_REPLAYED].path == counters.EXIT_CAPTURED
     assert tuple(point.host) == WAYS
     assert not point.differs

@@ -15,7 +15,8 @@ import pytest
 import sglang_gemma4_yoco
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import metrics
+from sglang_gemma4_yoco.loading import limits, metrics
+from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, Refusal
 
 REPO = Path(__file__).resolve().parents[3]
 PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
@@ -126,9 +127,9 @@ def test_a_reason_that_nobody_gives_is_missed() -> None:
     ],
 )
 def test_outcomes_that_are_explained_are_counted(page: str, after: str) -> None:
-    counted = {metrics.SERVER_UNSUPPORTED, metrics.UNTESTED_RELEASE}
+    counted = {SERVER_UNSUPPORTED, limits.UNTESTED_RELEASE}
     counted |= {counters.FAILED, counters.UNSEEN, *counters.CUT}
     for value in vars(eligibility).values():
-        if isinstance(value, str):
+        if isinstance(value, Refusal):
             counted.add(metrics.make_label(value))
     assert {*quotes_in(page, after, 0)} <= counted

@@ -54,7 +54,7 @@ def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         server.failures.write_text("1")
         for seed in range(forward.LIMIT):
             generate(server, tokens(50, seed=seed))
-        assert len(server.log_lines(forward.GIVEN_UP)) == 1
+        assert len(server.log_lines(forward.GIVEN_UP.text)) == 1
         return Exported(fresh, scrape(server), scrape(stock))
 
 

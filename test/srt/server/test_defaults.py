@@ -42,8 +42,8 @@ def test_what_means_nothing_to_an_operator_is_not_said(default_server: Server) -
     for length in (1, 2):
         generate(default_server, tokens(length, seed=70))
     assert_all_stock(default_server.prefills(since=mark))
-    assert default_server.log_lines(eligibility.TOO_LITTLE) == []
-    assert default_server.log_lines(eligibility.NOTHING_TO_SKIP) == []
+    assert default_server.log_lines(eligibility.TOO_LITTLE.text) == []
+    assert default_server.log_lines(eligibility.NOTHING_TO_SKIP.text) == []
 
 
 def test_chunks(both_servers: Pair) -> None:

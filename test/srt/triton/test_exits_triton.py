@@ -20,6 +20,7 @@ from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core.eligibility import TAIL_NOT_CAPTURED
+from sglang_gemma4_yoco.counters import Outcome
 
 interpreter.make_quick()
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 WINDOW = TWO_POOLS.sliding_window
 DECODING = batch_of((WINDOW - 1, 1), decodes=True)
-BATCHES: dict[str, tuple[list[Prompt], str]] = {
+BATCHES: dict[str, tuple[list[Prompt], Outcome]] = {
     "a full bucket": (batch_of((0, 16)), counters.EXIT_CAPTURED),
     "prefixes at the window": (
         batch_of((WINDOW - 1, 2), (WINDOW, 3), (WINDOW + 1, 2), (40, 5)),

@@ -145,7 +145,7 @@ def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint = write_checkpoint(tmp_path, INTERPRETED)
     engine = Engine(checkpoint, **ENGINE, kv_cache_dtype=name)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
-    assert start.get_state(engine.text_model).unsupported == (
+    assert str(start.get_state(engine.text_model).unsupported) == (
         f"a KV cache of {TYPES[name]} beside weights of torch.float32"
     )
     for switch in ("0", "1"):

@@ -121,7 +121,7 @@ def run_watched(place: tuple[Any, str], on_site: Callable[[str], object]) -> Non
     metrics_client = mock.patch.multiple(
         prometheus_client, Counter=mock.DEFAULT, Gauge=mock.DEFAULT
     )
-    with metrics_client, mock.patch.object(counters, "observers", []):
+    with metrics_client, mock.patch.object(counters.served, "observers", []):
         sys.setprofile(profiler)
         try:
             assert method(*given) is result

@@ -40,6 +40,7 @@ from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import limits
+from sglang_gemma4_yoco.refusal import ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 NAMES_CHANGE = pytest.mark.skipif(
@@ -118,7 +119,7 @@ REFUSING: dict[str, dict[str, Any]] = {
         "SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY": True
     },
 }
-BESIDE_OTHERS: list[tuple[dict[str, Any], str | None]] = [
+BESIDE_OTHERS: list[tuple[dict[str, Any], object]] = [
     ({"enable_return_hidden_states": True}, eligibility.HIDDEN_STATES),
     ({"return_hidden_states_mode": "full"}, eligibility.HIDDEN_STATES),
     ({"speculative_algorithm": "EAGLE"}, eligibility.SPECULATIVE),
@@ -143,7 +144,7 @@ BESIDE_OTHERS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-def refusals() -> Iterator[tuple[dict[str, Any], str | None]]:
+def refusals() -> Iterator[tuple[dict[str, Any], object]]:
     """Arguments of a server, and the reason for which it is refused."""
     for reason, names in REFUSING.items():
         for name, value in names.items():
@@ -164,10 +165,10 @@ def served_with(arguments: dict[str, Any]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("arguments", "reason"), refusals())
-def test_an_argument_of_the_server(arguments: dict[str, Any], reason: str | None) -> None:
+def test_an_argument_of_the_server(arguments: dict[str, Any], reason: object) -> None:
     skip_on_older("SGLang", (name for name in arguments if not compat.server.has_name(name)))
     with served_with(arguments):
-        assert limits.find_server_reason() == reason
+        assert str(limits.find_server_reason()) == str(reason)
 
 
 def test_every_argument_that_refuses_has_a_row() -> None:
@@ -182,11 +183,11 @@ def test_every_argument_that_refuses_has_a_row() -> None:
 
 RANKS = {"tp_size": 2}
 # As an operator types them; SGLang resolves and publishes them.
-TYPED: list[tuple[dict[str, Any], str | None]] = [
+TYPED: list[tuple[dict[str, Any], object]] = [
     (RANKS, None),
     (RANKS | {"dp_size": 2, "enable_dp_attention": True}, "data-parallel attention"),
     (RANKS | {"nnodes": 2, "dist_init_addr": "127.0.0.1:5000"}, "ranks on several machines"),
-    ({"lora_paths": ["name=path"]}, eligibility.LORA),
+    ({"lora_paths": ["name=path"]}, "LoRA"),
     ({"enable_deterministic_inference": True}, "deterministic inference"),
     ({"offload_group_size": 0}, None),
 ]
@@ -197,13 +198,13 @@ def test_what_is_typed_is_judged_as_sglang_resolves_it(
     monkeypatch: pytest.MonkeyPatch,
     tiny_checkpoint: Path,
     typed: dict[str, Any],
-    reason: str | None,
+    reason: object,
 ) -> None:
     # The platform deals out cores to several ranks, which other tests must not find.
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
     args = server_args(model_path=str(tiny_checkpoint), device="cpu", **typed)
     with releases.serving(args):
-        assert limits.find_server_reason() == reason
+        assert str(limits.find_server_reason()) == str(reason)
 
 
 # ---------------------------------------------------------------- all arguments there are
@@ -257,7 +258,7 @@ def test_what_a_newer_release_is_given_is_judged(newer: Callable[[str], None]) -
     """By the tables; what is new in it is not."""
     newer("enable_surprises")
     with served_with({"enable_lora": True}):
-        assert limits.find_server_reason() == eligibility.LORA
+        assert limits.find_server_reason() == ServerRefusal("LoRA")
 
 
 def test_names_that_there_are_and_names_that_there_are_not() -> None:
@@ -276,7 +277,7 @@ def test_names_that_there_are_and_names_that_there_are_not() -> None:
     ],
 )
 def test_the_dumper(
-    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], reason: str | None
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], reason: ServerRefusal | None
 ) -> None:
     """It may be on from the start, or be turned on while the server serves; ``doctor`` asks too."""
     monkeypatch.setattr(dumper, "_config", dumper._config)
@@ -286,7 +287,7 @@ def test_the_dumper(
     with releases.published():
         assert limits.find_server_reason() == reason
         preflight._judge(report, {}, {}.get)
-    assert report.refusals == ([reason] if reason else [])
+    assert report.refusals == ([reason.text] if reason else [])
 
 
 # ---------------------------------------------------------------- attention backends
@@ -329,7 +330,7 @@ def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
     """A hybrid is as good as its parts."""
     reason = None
     if unproven is not None:
-        reason = f"the attention backend {unproven} is not known to be right"
+        reason = ServerRefusal(f"the attention backend {unproven} is not known to be right")
     assert limits.find_backend_reason(backend) == reason
 
 
@@ -350,7 +351,7 @@ class PoolOfAnotherKind(MHATokenToKVPool):
 
 BY_PAGES = [torch.zeros(1, 2, 3, 4)]
 NOT_BY_SLOTS = "K and V are not stored slot by slot, but in 4 dimensions"
-POOLS: list[tuple[Any, str | None]] = [
+POOLS: list[tuple[Any, object]] = [
     (pool_of(), None),
     (pool_of(k_buffer=BY_PAGES), NOT_BY_SLOTS),
     (pool_of(v_buffer=BY_PAGES), NOT_BY_SLOTS),
@@ -364,7 +365,7 @@ POOLS: list[tuple[Any, str | None]] = [
 
 
 @pytest.mark.parametrize(("part", "reason"), POOLS)
-def test_a_pool(part: Any, reason: str | None) -> None:
+def test_a_pool(part: Any, reason: object) -> None:
     """The one for all layers, or either of two: one that is not plain is enough."""
     two: list[Any] = [object.__new__(SWAKVPool), object.__new__(SWAKVPool)]
     vars(two[0]).update(full_kv_pool=part, swa_kv_pool=pool_of())
@@ -372,10 +373,10 @@ def test_a_pool(part: Any, reason: str | None) -> None:
     pools: list[Any] = [part, *two]
     for pool in pools:
         vars(pool)["dtype"] = torch.float32
-        assert limits.find_pool_reason(pool, torch.float32) == reason
+        assert str(limits.find_pool_reason(pool, torch.float32)) == str(reason)
         if reason is None:
             other = "a KV cache of torch.float32 beside weights of torch.bfloat16"
-            assert limits.find_pool_reason(pool, torch.bfloat16) == other
+            assert str(limits.find_pool_reason(pool, torch.bfloat16)) == other
 
 
 # ---------------------------------------------------------------- linear layers

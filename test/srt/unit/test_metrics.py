@@ -18,9 +18,10 @@ from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.start import Checked
-from sglang_gemma4_yoco.core import forward
+from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.loading import metrics
+from sglang_gemma4_yoco.refusal import Refusal, ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
@@ -32,13 +33,13 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
     for kind in ("Counter", "Gauge"):
         metric = functools.partial(getattr(prometheus_client, kind), registry=made)
         monkeypatch.setattr(prometheus_client, kind, metric)
-    monkeypatch.setattr(counters, "observers", [])
-    monkeypatch.setattr(counters, "server_reasons", set())
+    monkeypatch.setattr(counters.served, "observers", [])
     monkeypatch.setattr(states, "_attached", set())
     return made
 
 
 LABELS = {"model_name": "a model"}
+A_REASON = Refusal("a reason")
 
 
 def test_no_model_is_served() -> None:
@@ -50,7 +51,7 @@ def test_no_model_is_served() -> None:
 class Serving:
     """What is known of a model whose batches may be cut."""
 
-    unsupported: str | None = None
+    unsupported: ServerRefusal | None = None
     after_cut = None
 
     def __init__(self) -> None:
@@ -85,10 +86,9 @@ def test_a_refused_server_says_why(
     serving: Serving, registry: prometheus_client.CollectorRegistry
 ) -> None:
     """All its batches are counted as one outcome, in the metrics as well."""
-    serving.unsupported = "LoRA"
-    counters.note_unsupported("LoRA")
+    serving.unsupported = ServerRefusal("LoRA")
     metrics.collect_metrics(LABELS)
-    counters.served.count_ineligible("LoRA", 7)
+    counters.served.count_ineligible(serving.unsupported, 7)
     name, outcome = "sglang:gemma4_yoco_forwards_total", LABELS | {"outcome": "server_unsupported"}
     assert registry.get_sample_value(name, outcome) == 1
     state = answered()
@@ -98,10 +98,12 @@ def test_a_refused_server_says_why(
 
 
 @pytest.mark.parametrize("reason", [None, forward.GIVEN_UP, check.FAILED, audit.DIFFERED])
-def test_whatever_turns_the_path_off_is_told(serving: Serving, reason: str | None) -> None:
+def test_whatever_turns_the_path_off_is_told(
+    serving: Serving, reason: ServerRefusal | None
+) -> None:
     serving.unsupported = reason
     state = answered()
-    assert (state["active"], state["reason"]) == (reason is None, reason)
+    assert (state["active"], state["reason"]) == (reason is None, reason and reason.text)
     # Where nothing is cut, it is of no interest how.
     how = ("cut inside layer 14", "eager", "closed: some reason")
     assert (state["cut"], state["tail"], state["exits"]) == (how if reason is None else (None,) * 3)
@@ -135,7 +137,7 @@ def test_one_rank_counts_for_its_group(
 ) -> None:
     monkeypatch.setattr(compat.server, "read_argument", lambda _: every)
     metrics.collect_metrics({"tp_rank": rank})
-    counters.served.count_ineligible("a reason", 3)
+    counters.served.count_ineligible(A_REASON, 3)
     of = {"tp_rank": str(rank), "outcome": "a_reason"}
     assert registry.get_sample_value("sglang:gemma4_yoco_forwards_total", of) == (counts or None)
 
@@ -153,11 +155,11 @@ def test_what_was_counted_before_is_counted_at_once(
     monkeypatch: pytest.MonkeyPatch, registry: prometheus_client.CollectorRegistry
 ) -> None:
     """And no prefill looks its series up again, which takes longer than counting."""
-    counters.served.count_ineligible("a reason", 3)
+    counters.served.count_ineligible(A_REASON, 3)
     counters.served.count_audit(0.25, agrees=True)
     metrics.collect_metrics(LABELS)
     monkeypatch.delattr(prometheus_client.metrics.MetricWrapperBase, "labels")
-    counters.served.count_ineligible("a reason", 4)
+    counters.served.count_ineligible(A_REASON, 4)
     counters.served.count_audit(0.125, agrees=True)
     for name, labels, value in (
         ("forwards_total", {"outcome": "a_reason"}, 2),
@@ -174,8 +176,8 @@ def test_metrics_that_cannot_be_made_cost_nothing() -> None:
     metrics.collect_metrics(LABELS)
     with pytest.raises(ValueError, match="Duplicated"):
         metrics.collect_metrics(LABELS)
-    counters.served.count_ineligible("a reason", 3)
-    assert counters.served.forwards == {"a reason": 1}
+    counters.served.count_ineligible(A_REASON, 3)
+    assert counters.served.forwards == {A_REASON: 1}
 
 
 def test_metrics_that_break_are_not_tried_again(said: Callable[..., list[str]]) -> None:
@@ -188,7 +190,7 @@ def test_metrics_that_break_are_not_tried_again(said: Callable[..., list[str]]) 
 
     counters.served.observers.append(observe)
     for _ in range(2):
-        counters.served.count_ineligible("LoRA", 7, logged=False)
-    assert calls == [("forwards", "LoRA", 1)]
-    assert counters.served.forwards["LoRA"] == 2
+        counters.served.count_ineligible(eligibility.TOO_LITTLE, 7)
+    assert calls == [("forwards", eligibility.TOO_LITTLE, 1)]
+    assert counters.served.forwards[eligibility.TOO_LITTLE] == 2
     assert said() == ["Gemma 4 fast prefill: its metrics are no longer collected: OSError()"]
