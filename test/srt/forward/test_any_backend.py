@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from harness.batches import BATCHES, batch_of
 from harness.decode_graphs import record_tail
-from harness.forwards import ENGINE, assert_fast, attention_of, state_of
+from harness.forwards import ENGINE, assert_fast, attention_of, state_of, times
 from harness.layer_rows import LAYERS
 from harness.observe import run
 from sglang_gemma4_reference import releases
@@ -83,7 +83,7 @@ def test_the_captured_tail(engine: Engine) -> None:
         for prompts in (batch_of((0, 70)), batch_of((64, 9), (100, 41))):
             with no_tail_on_main():
                 assert_fast(engine, prompts, replays=True)
-        assert counters.served.forwards[counters.TAIL_CAPTURED] == 2
+        assert times(counters.TAIL_CAPTURED) == 2
     finally:
         engine.runner.init_attention_backends()
 
@@ -111,7 +111,7 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert counters.served.forwards[limits.NO_TAIL] == 1
+        assert times(limits.NO_TAIL) == 1
 
 
 def named(name: str) -> type:

@@ -250,7 +250,7 @@ def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
     def decide() -> str | None:
         engine.runner.init_attention_backends()
         refusal = state_of(engine).unsupported
-        return refusal and refusal.text
+        return getattr(refusal, "text", None)
 
     yield decide
     engine.runner.init_attention_backends()

@@ -24,12 +24,13 @@ from harness.forwards import (
     assert_stock,
     assert_untouched,
     norm_called,
+    outcomes,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import run
 from harness.stand_ins import Doubled, Packed, halved_weights
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.loading import start
@@ -164,7 +165,7 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
         assert_served_by_stock(stock, one)
     assert_untouched(engine)
     off = start.get_state(engine.text_model).unsupported
-    assert counters.served.forwards == {off: 2}
+    assert outcomes() == {off: 2}
     assert str(off) == reason
 
 

@@ -34,7 +34,7 @@ from harness.batches import batch_of
 from harness.call_sites import PACKAGE, SGLANGS, call_of, is_of_package
 from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
-from harness.forwards import ENGINE, InjectedError, attention_of, outcomes, state_of
+from harness.forwards import ENGINE, InjectedError, attention_of, outcomes, state_of, times
 from harness.observe import TOLERANCE, batch_in, fields_of, without_padding
 from harness.prefill_exits import RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
@@ -357,7 +357,7 @@ def serve_failing(
         assert outcomes() == {way.outcome: 1}
     else:
         torch.testing.assert_close(seen.answer, stock.answer, atol=0, rtol=0)
-        assert counters.served.forwards[counters.FAILED] == 1, outcomes()
+        assert times(counters.FAILED) == 1, outcomes()
         assert state_of(engine).failures_in_a_row == 1
         may_change.append("state.failures_in_a_row")
     assert_left_as_by(stock, seen)

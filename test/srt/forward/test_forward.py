@@ -26,6 +26,7 @@ from harness.forwards import (
     failing,
     norms_that_add_in_place,
     outcomes,
+    times,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.media import MediaPrompt, media_batch
@@ -123,7 +124,7 @@ def test_a_failure_is_served_by_stock(
     assert len(seen.rows) > LAYERS or place == "first layer"
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
-    assert counters.served.forwards == {counters.FAILED: 1}
+    assert outcomes() == {counters.FAILED: 1}
     [error] = said(logging.ERROR)
     assert said()[before:] == [error]
     assert "InjectedError" in error
@@ -150,7 +151,7 @@ def test_each_kind_of_failure_is_logged_once(
     assert first.exc_info
     assert "VaryingError" in first.getMessage()
     assert "InjectedError" in second.getMessage()
-    assert counters.served.forwards == {counters.FAILED: 4}
+    assert outcomes() == {counters.FAILED: 4}
 
 
 def test_failures_in_a_row_turn_the_fast_path_off(
@@ -166,7 +167,7 @@ def test_failures_in_a_row_turn_the_fast_path_off(
         after = run(engine, scheduled, "1")
         assert after.rows == stock.rows
         assert_served_by_stock(stock, after)
-    assert counters.served.forwards == {counters.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
+    assert outcomes() == {counters.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
     _, off = said(logging.ERROR)
     assert [line for line in said() if forward.GIVEN_UP.text in line] == [off]
     # New attention backends begin anew.
@@ -181,7 +182,7 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
             with failing(engine, "last tail layer"):
                 run(engine, scheduled, "1")
         assert run(engine, scheduled, "1").rows[-1] == 1
-    assert counters.served.forwards == {
+    assert outcomes() == {
         counters.FAILED: 3 * (forward.LIMIT - 1),
         counters.TAIL_EAGER: 3,
     }
@@ -222,7 +223,7 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
     state = start.get_state(engine.text_model)
     idle = forward.EagerForward(state, batch.positions, None, lambda: "stock's")
     assert forward.serve_forward(state, batch, idle) == "stock's"
-    assert counters.served.forwards == {Refusal("forward mode IDLE", is_logged=False): 1}
+    assert outcomes() == {Refusal("forward mode IDLE", is_logged=False): 1}
     assert counters.served.rows == {counters.COMPUTED: 0, counters.SKIPPED: 0}
 
 
@@ -301,4 +302,4 @@ def test_each_reason_is_logged_once(engine: Engine, said: Callable[..., list[str
         for _ in range(3):
             engine.forward(scheduled)
     assert said() == [f"Gemma 4 fast prefill falls back to stock: {SWITCHED_OFF}"]
-    assert counters.served.forwards[SWITCHED_OFF] == 3
+    assert times(SWITCHED_OFF) == 3

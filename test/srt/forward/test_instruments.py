@@ -22,11 +22,11 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.utils.async_probe import maybe_detect_oob
 
 from harness.batches import BATCHES, new_rows
-from harness.forwards import CHUNKS, ENGINE, TWO_PROMPTS, assert_fast
+from harness.forwards import CHUNKS, ENGINE, TWO_PROMPTS, assert_fast, outcomes
 from harness.layer_rows import FIRST_SHARED
 from harness.observe import run
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.loading import limits
 
 pytestmark = [
@@ -70,7 +70,7 @@ def test_the_dumper_finds_all_rows(
         if re.search("layers\\.\\d+\\.mlp\\.output", file.name):
             shapes.append(torch.load(file)["value"].shape[0])
     assert shapes == [total] * len(engine.text_model.layers)
-    assert counters.served.forwards == {limits.DUMPER: 1}
+    assert outcomes() == {limits.DUMPER: 1}
 
 
 # ---------------------------------------------------------------- checks of values and indices

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from harness.batches import BATCHES, batch_of
-from harness.forwards import attention_of
+from harness.forwards import attention_of, times
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -80,4 +80,4 @@ def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str
         assert batch() is None
     finally:
         gc.enable()
-    assert counters.served.forwards[outcome] == 1
+    assert times(outcome) == 1

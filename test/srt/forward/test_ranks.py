@@ -297,6 +297,5 @@ def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
         starting.start_model(engine.runner, engine.text_model),
     ):
         pass
-    assert starting.get_state(engine.text_model).unsupported == ServerRefusal(
-        "ranks on several machines"
-    )
+    refusal = starting.get_state(engine.text_model).unsupported
+    assert refusal == ServerRefusal("ranks on several machines")

@@ -122,9 +122,8 @@ def test_without_the_check_it_is_stock(engine: Engine, untested: Callable[..., N
     untested(untested=True, self_check=False)
     reason = state_of(engine).unsupported
     assert reason is not None
-    assert reason.text.endswith(
-        "SGLANG_GEMMA4_YOCO_UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF_CHECK=1"
-    )
+    needs = "SGLANG_GEMMA4_YOCO_UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF_CHECK=1"
+    assert reason.text.endswith(needs)
     assert_stock(engine, reason, PROMPTS)
 
 

@@ -105,11 +105,11 @@ def assert_stock(
     engine: Engine, reason: object, prompts: Sequence[Prompt] = TWO_PROMPTS
 ) -> Observed:
     """The switch makes no difference to anything that is computed, and the reason is counted."""
-    scheduled, before = engine.schedule(prompts), count(reason)
+    scheduled, before = engine.schedule(prompts), times(reason)
     stock, refused = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     observe.assert_stock(engine, prompts, stock)
     observe.assert_stock(engine, prompts, refused)
-    assert count(reason) == before + 1
+    assert times(reason) == before + 1
     assert_served_by_stock(stock, refused)
     captured = stock.output.hidden_states
     if captured is not None:
@@ -149,9 +149,10 @@ def outcomes() -> dict[Outcome, int]:
     return found
 
 
-def count(reason: object) -> int:
-    """How many forwards ran as stock for a reason, given as itself or by its text."""
-    return {str(name): number for name, number in outcomes().items()}.get(str(reason), 0)
+def times(outcome: object) -> int:
+    """How many forwards ended so; a reason is given as itself or by its text."""
+    found = {str(one): number for one, number in counters.served.forwards.items()}
+    return found.get(str(outcome), 0)
 
 
 class InjectedError(Exception):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.ask import TOLERANCE
-from harness.forwards import assert_served_by_stock, failing
+from harness.forwards import assert_served_by_stock, failing, times
 from harness.layer_rows import CHUNK_KEPT, INTERPRETED, cut, whole
 from harness.media import (
     MediaPrompt,
@@ -192,7 +192,7 @@ def test_input_logprobs_beside_an_image_are_stock(
     batch = media_batch(engine, *prompts)
     with masks(engine) as seen:
         stock, refused = both_ways(engine, batch, 0.0)
-    assert counters.served.forwards[eligibility.IMAGE_LOGPROBS] == 1
+    assert times(eligibility.IMAGE_LOGPROBS) == 1
     assert refused.rows == refused.attention_rows == whole(sum(batch.extend_lens), INTERPRETED)
     assert seen.survived == [True, True]
     for found in seen.found:
@@ -205,7 +205,7 @@ def test_a_tail_that_fails_leaves_the_mask_to_stock(engine: Engine) -> None:
     stock = run(engine, batch, "0")
     with failing(engine, "last tail layer") as calls, masks(engine) as seen:
         served = run(engine, batch, "1")
-    assert counters.served.forwards[counters.FAILED] == 1
+    assert times(counters.FAILED) == 1
     assert calls == [0, 1]
     assert seen.survived == [True]
     assert seen.found[0] is not None
