@@ -43,7 +43,7 @@ class Audits:
 
 @dataclass(eq=False)
 class Counters:
-    """Counts of forwards. One forward runs at a time, so there is no lock.
+    """Counts of forwards. A process runs one at a time, so there is no lock.
 
     Attributes:
         logs: the first forward that is cut, and the first of each reason, are logged.

@@ -54,7 +54,7 @@ def describe_state() -> dict[str, Any]:
     computed them; ``audits``: what they have found.
     """
     state = get_attached_state()
-    reason = _find_reason(state)
+    reason = _find_inactive_reason(state)
     report: Mapping[str, Any] = {}
     if state is not None:
         report = state.report
@@ -86,7 +86,7 @@ def describe_state() -> dict[str, Any]:
     return entry
 
 
-def _find_reason(state: ModelState | None) -> str | None:
+def _find_inactive_reason(state: ModelState | None) -> str | None:
     """Return why the fast path is not active, in words, or None."""
     if state is None:
         return NO_MODEL

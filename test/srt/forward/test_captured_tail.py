@@ -227,7 +227,7 @@ def test_a_replay_enters_few_functions_of_the_package(engine: Engine, tail: Tail
     assert outcomes() == {counters.TAIL_CAPTURED: 2}
     assert len(entered) <= 64, sorted(entered)
     files = {Path(file).name for file, *_ in entered}
-    assert len(files) <= 15
+    assert len(files) <= 16
     assert "graphs.py" in files
 
 
@@ -587,5 +587,5 @@ def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGra
     with mock.patch.object(model, "get_per_layer_inputs", return_value=None):
         stock, fast = both_ways(engine, scheduled, 0.0)
     assert fast.rows[-LAYERS:] == stock.rows
-    assert outcomes() == {cut.OTHER_INPUTS: 1}
+    assert [*map(str, outcomes())] == [cut.OTHER_INPUTS]
     engine.runner.init_attention_backends()

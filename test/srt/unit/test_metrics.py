@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,8 @@ from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.loading import metrics
+from sglang_gemma4_yoco.loading import limits, metrics
+from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.refusal import Refusal, ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
@@ -95,6 +98,42 @@ def test_a_refused_server_says_why(
     assert (state["active"], state["reason"], state["cut"]) == (False, "LoRA", None)
     assert state["forwards"] == {"server_unsupported": 1}
     assert state["rows"] == {"computed": 7, "skipped": 0}
+
+
+SAME_TEXT = "LoRA"  # of a reason that is a server's, and of one that is a batch's
+LINE = f"Gemma 4 fast prefill falls back to stock: {SAME_TEXT}"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "label", "lines"),
+    [
+        (Refusal(SAME_TEXT), "lora", [LINE]),
+        (Refusal(SAME_TEXT, is_logged=False), "lora", []),
+        (ServerRefusal(SAME_TEXT), "server_unsupported", []),
+        (ServerRefusal(SAME_TEXT, label="another"), "another", []),
+    ],
+)
+def test_a_batch_is_logged_and_counted_as_its_refusal_says(
+    said: Callable[..., list[str]], refusal: Refusal, label: str, lines: list[str]
+) -> None:
+    """Whatever its text."""
+    for _ in range(2):
+        counters.served.count_ineligible(refusal, 7)
+    assert answered()["forwards"] == {label: 2}
+    assert said() == lines
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING, logging.ERROR])
+def test_a_server_is_refused_at_the_level_of_its_refusal(
+    said: Callable[..., list[str]], level: int
+) -> None:
+    """Once, and not at all where the refusal has a line of its own."""
+    state = states.ModelState(None, gemma4, None)
+    state.turn_off(replace(limits.WRONG_REPLAYS, level=level))
+    assert len(said(level)) == 1
+    assert said(level + 1) == []
+    state.turn_off(replace(limits.NO_TAIL, is_logged=False))
+    assert len(said()) == 1
 
 
 @pytest.mark.parametrize("reason", [None, forward.GIVEN_UP, check.FAILED, audit.DIFFERED])
