@@ -17,7 +17,7 @@ from sglang_gemma4_yoco.core import eligibility, plan, ranks, tail_batch
 from sglang_gemma4_yoco.core.state import ModelState, find_state, first_shared_layer
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.loading import classes, limits
-from sglang_gemma4_yoco.models import gemma4, registry
+from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
@@ -31,6 +31,9 @@ def find_model_reason(model: Any) -> str | None:
     reason = limits.find_server_reason()
     if reason is not None:
         return reason
+    missing = compat.names.find_missing(registry.find_kind(model).SGLANG)
+    if missing is not None:
+        return missing
     first = first_shared_layer(model.config)
     if first is None:
         return NO_SHARED_LAYERS
@@ -38,8 +41,9 @@ def find_model_reason(model: Any) -> str | None:
 
 
 def get_state(model: Any) -> ModelState:
-    """What is known of a ``Gemma4TextModel``; where no runner has started it, by its config."""
-    return find_state(model) or ModelState(model, gemma4, find_model_reason(model))
+    """What is known of a text model; where no runner has started it, by its config."""
+    kind = registry.find_kind(model)
+    return find_state(model) or ModelState(model, kind, find_model_reason(model))
 
 
 # -- SGLang has built its attention backends -------------------------------------------------------
@@ -72,7 +76,7 @@ def start_model(runner: Any, model: Any) -> Iterator[None]:
     state.on_close(partial(lifecycle.drop_tail, state, lifecycle.NOT_YET))
     if reason is None:
         _note_untested()
-        _compile_kernels(state)
+        _compile_kernels(runner, state)
     else:
         level = logging.INFO
         if reason in (limits.WRONG_REPLAYS, limits.find_release_reason()):
@@ -120,18 +124,18 @@ def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
 
 
 @torch.no_grad()
-def _compile_kernels(state: ModelState) -> None:
+def _compile_kernels(runner: Any, state: ModelState) -> None:
     """Compute K and V without queries once: their kernels are compiled, which stock never runs.
 
     Otherwise the first request of a user would wait for the compiler. Never raises: that request
     can do it.
     """
-    weight = state.tail_layers[0].input_layernorm.weight
+    device = runner.device
     try:
         for number in _FEW, _MANY:
             shape = state.kind.get_row_shape(state.model)
-            rows = weight.new_zeros(number, *shape)
-            positions = torch.zeros(number, dtype=torch.int64, device=weight.device)
+            rows = torch.zeros(number, *shape, dtype=runner.dtype, device=device)
+            positions = torch.zeros(number, dtype=torch.int64, device=device)
             state.kind.compute_keys_and_values(state.tail_layers[0], rows, positions)
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
         log.log_failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
