@@ -56,7 +56,6 @@ _CAPTURING = (
     (attention.capture_mode, "model_capture_mode"),
     (decode_graphs.parallel_state, "graph_capture"),
 )
-_PLANNING = "init_forward_metadata"
 _REMEDY = "Install a supported SGLang, or a newer sglang-gemma4-yoco"
 
 
@@ -66,7 +65,7 @@ class TextModelNames:
 
     Attributes:
         text_model: the path of the class of text models.
-        loop: the attribute of the model by which its forward ends the loop over its layers.
+        loop: the attribute of the model that ends the loop over layers in its forward.
         signatures: the first parameters of functions and classes, by their path below the module of
             the class; ``...`` stands for any others.
         outer_models: modules with the models around it, which give its rows to their logits
@@ -112,7 +111,7 @@ def _find_missing(needed: TextModelNames) -> Iterator[str]:
         if not _has_signature(find_object(f"{module}.{path}"), wanted):
             yield f"{path}({wanted})"
     if needed.loop not in inspect.unwrap(model.forward).__code__.co_names:
-        yield f"{name}.forward's loop over self.{needed.loop}"
+        yield f"{name}.forward's use of self.{needed.loop}"
 
 
 def _has_signature(function: Any | None, wanted: str) -> bool:
@@ -127,8 +126,8 @@ def _has_signature(function: Any | None, wanted: str) -> bool:
 def _missing() -> Iterator[str]:
     """Name everything that this package needs for any model and the installed SGLang lacks."""
     wanted = "self, forward_batch"
-    if not _has_signature(getattr(attention.AttentionBackend, _PLANNING), wanted):
-        yield f"AttentionBackend.{_PLANNING}({wanted})"
+    if not _has_signature(attention.AttentionBackend.init_forward_metadata, wanted):
+        yield f"AttentionBackend.init_forward_metadata({wanted})"
     for module, name in _CAPTURING:
         if not hasattr(module, name):
             yield f"{module.__name__}.{name}"

@@ -25,7 +25,8 @@ not layer 0.
 be followed by others. Embeddings that its caller has made are ``input_embeds``, at any place. It
 returns [T, hidden], or a tuple that begins with it. The model calls its layers with keywords:
 ``hidden_states``, the residual stream; ``positions``; ``forward_batch``; and ``per_layer_input`` if
-it has one. A layer returns the residual stream, as one tensor.
+it has one. A layer returns the residual stream, as one tensor. An attention is called with queries,
+K and V, the batch, and ``save_kv_cache`` as a keyword.
 
 **The check at start** (``checking/layerwise.py``) gives each step of the tail stock's own input.
 What it allows for rounding assumes that

@@ -122,14 +122,13 @@ def patch_sglang() -> None:
     """
     global installed
     compat.names.check_names()
-    wrapped = dict[tuple[type, str], Callable[..., Any]]()
-    for model in _find_cuttable_models():
-        wrapped[model, "forward"] = wrap_forward(model)
-    helpers = _find_helpers()
     # All of them first: where SGLang lacks one, nothing is changed.
+    methods = dict[tuple[type, str], Callable[..., Any]]()
+    for model in _find_cuttable_models():
+        methods[model, "forward"] = wrap_forward(model)
     for (owner, name), wrap in WRAPPED.items():
-        wrapped[owner, name] = wrap(getattr(owner, name))
-    for (owner, name), method in (wrapped | helpers).items():
+        methods[owner, name] = wrap(getattr(owner, name))
+    for (owner, name), method in (methods | _list_helpers()).items():
         setattr(owner, name, method)
     _wrap_optional()
     installed = True
@@ -143,7 +142,7 @@ def _find_cuttable_models() -> list[Any]:
     if not models:
         raise compat.release.IncompatibleError(" ".join(reasons))
     for reason in reasons:
-        log.log_once(f"Gemma 4 fast prefill: {reason}", logging.WARNING)
+        log.log_once(f"Gemma 4 fast prefill is off for one model: {reason}", logging.WARNING)
     return models
 
 
@@ -160,18 +159,16 @@ def wrap_forward(model: Any) -> Callable[..., Any]:
     return forward.wrap_model_forward(model.forward)
 
 
-def _find_helpers() -> dict[tuple[type, str], Callable[..., Any]]:
+def _list_helpers() -> dict[tuple[type, str], Callable[..., Any]]:
     """Return the helpers that Gemma 4 gets, by the class and their names."""
-    helpers = dict[tuple[type, str], Callable[..., Any]]()
-    model: Any = compat.names.find_object(gemma4.SGLANG.text_model)
     if compat.server.has_fast_prefill() or compat.names.find_missing(gemma4.SGLANG) is not None:
-        return helpers
+        return {}
+    model: Any = compat.names.find_object(gemma4.SGLANG.text_model)
     for helper in published.HELPERS:
         if hasattr(model, helper.__name__):
             why = f"{model.__name__} has a {helper.__name__} of its own"
             raise compat.release.IncompatibleError(why)
-        helpers[model, helper.__name__] = helper
-    return helpers
+    return {(model, helper.__name__): helper for helper in published.HELPERS}
 
 
 def _wrap_optional() -> None:

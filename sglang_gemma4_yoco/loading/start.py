@@ -31,9 +31,6 @@ def find_model_reason(model: Any) -> str | None:
     reason = limits.find_server_reason()
     if reason is not None:
         return reason
-    missing = compat.names.find_missing(registry.find_kind(model).SGLANG)
-    if missing is not None:
-        return missing
     first = first_shared_layer(model.config)
     if first is None:
         return NO_SHARED_LAYERS
@@ -42,8 +39,9 @@ def find_model_reason(model: Any) -> str | None:
 
 def get_state(model: Any) -> ModelState:
     """What is known of a text model; where no runner has started it, by its config."""
-    kind = registry.find_kind(model)
-    return find_state(model) or ModelState(model, kind, find_model_reason(model))
+    return find_state(model) or ModelState(
+        model, registry.find_kind(model), find_model_reason(model)
+    )
 
 
 # -- SGLang has built its attention backends -------------------------------------------------------
@@ -98,10 +96,12 @@ def _find_runner_reason(runner: Any, model: Any) -> str | None:
         return eligibility.EMBEDDINGS
     if getattr(model, "layers_to_capture", None):  # for as long as the server runs
         return eligibility.CAPTURED_LAYERS
+    kind = registry.find_kind(model)
     return (
         find_model_reason(model)
+        or compat.names.find_missing(kind.SGLANG)
         or classes.find_reason(type(runner.model), runner)
-        or registry.find_kind(model).find_unsupported_reason(model, runner.attn_backend)
+        or kind.find_unsupported_reason(model, runner.attn_backend)
         or limits.find_backend_reason(runner.attn_backend)
         or limits.find_pool_reason(runner.token_to_kv_pool, runner.dtype)
     )

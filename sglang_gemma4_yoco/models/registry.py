@@ -22,11 +22,8 @@ def list_text_models() -> dict[type, TextModel]:
 
 def list_cuttable_models() -> list[Any]:
     """Return the classes of text models of which SGLang lacks nothing."""
-    found = list[Any]()
-    for text_model, kind in list_text_models().items():
-        if compat.names.find_missing(kind.SGLANG) is None:
-            found.append(text_model)
-    return found
+    names = [kind.SGLANG for kind in MODELS if compat.names.find_missing(kind.SGLANG) is None]
+    return [compat.names.find_object(needed.text_model) for needed in names]
 
 
 def find_kind(model: Any) -> TextModel:

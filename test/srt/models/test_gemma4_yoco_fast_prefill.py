@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
-from harness.stand_ins import eligible_batch, model
+from harness.stand_ins import eligible_batch, model, state_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat, plugin
 from sglang_gemma4_yoco.core import eligibility
@@ -90,7 +90,7 @@ TWO = batch([10, 5])
 )
 def test_eligibility(served: Any, forward_batch: ForwardBatch, reason: str | None) -> None:
     assert Gemma4TextModel._yoco_eligibility(served, forward_batch) is (reason is None)
-    assert eligibility.find_ineligible_reason(start.get_state(served), forward_batch) == reason
+    assert eligibility.find_ineligible_reason(state_of(served), forward_batch) == reason
 
 
 def test_eligibility_env_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
