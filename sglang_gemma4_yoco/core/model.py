@@ -1,4 +1,4 @@
-"""What the core must know of a text model whose last layers share K and V of earlier ones.
+"""The protocol of text models whose last layers share K and V of earlier ones.
 
 To add a model, write one file with the functions of ``TextModel``, and name it in
 ``models/registry.py``. Whatever its residual stream is made of, the core has the rows of it first:
@@ -76,7 +76,7 @@ class TextModel(Protocol):
     LEAVES_CAPTURED_PREFILLS: bool
 
     def find_unsupported_reason(self, model: Any, main: Any) -> str | None:
-        """Why no forward of this model, which has KV-shared layers, can be cut; or None.
+        """Return why no forward of this model, which has KV-shared layers, can be cut; or None.
 
         Args:
             main: the server's attention backend, which this model may not admit although

@@ -47,12 +47,12 @@ LEAVES_CAPTURED_PREFILLS = True
 
 
 def find_unsupported_reason(model: Any, main: Any) -> str | None:  # noqa: ARG001 - by protocol
-    """Why this ``Gemma4TextModel``, which has KV-shared layers, cannot be cut; or None."""
+    """Return why this ``Gemma4TextModel``, which has KV-shared layers, cannot be cut; or None."""
     return find_donor_reason(model, _causal.Gemma4DecoderLayer, _causal.Gemma4Attention)
 
 
 def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> str | None:
-    """Why the donor is not a layer of these classes that can be cut, or None."""
+    """Return why the donor is not a layer of these classes that can be cut, or None."""
     number = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
     if number < 1:
         # The residual of the first layer is its caller's, and must not be written to.
@@ -201,6 +201,6 @@ def run_tail(
 
 
 def get_key_scale(layer: Any) -> torch.Tensor:
-    """The weight of the keys' norm, [head_dim]."""
+    """Return the weight of the keys' norm, [head_dim]."""
     weight: torch.Tensor = layer.self_attn.k_norm.weight
     return weight

@@ -1,4 +1,4 @@
-"""What the package must know of ``third_model``: a file as those of ``models/``."""
+"""The file of ``third_model`` that the package needs: as those of ``models/``."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ LEAVES_CAPTURED_PREFILLS = False
 
 
 def find_unsupported_reason(model: Any, main: Any) -> str | None:
-    """Why this ``ThirdTextModel``, which has KV-shared layers, cannot be cut; or None."""
+    """Return why this ``ThirdTextModel``, which has KV-shared layers, cannot be cut; or None."""
     return gemma4.find_donor_reason(model, ThirdLayer, ThirdAttention)
 
 
 def get_row_shape(model: Any) -> tuple[int, ...]:
-    """(hidden,)."""
+    """Return (hidden,)."""
     return (model.config.hidden_size,)
 
 
 def view_rows(residual: torch.Tensor) -> torch.Tensor:
-    """The same tensor: [T, hidden]."""
+    """Return the same tensor: [T, hidden]."""
     return residual
 
 
 def get_key_scale(layer: Any) -> torch.Tensor:
-    """Keys are not normed, and about 1: [head_dim]."""
+    """Return ones, [head_dim]: keys are not normed, and about 1."""
     return torch.ones(layer.self_attn.attn.head_dim)
 
 
@@ -73,7 +73,7 @@ def stop_before_cut(
 def compute_keys_and_values(
     layer: Any, rows: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of every row [T, hidden], each [T, kv_heads, head_dim]."""
+    """Return K and V of every row [T, hidden], each [T, kv_heads, head_dim]."""
     attention = layer.self_attn
     projected, _ = attention.qkv_proj(layer.input_layernorm(rows))
     q, k, v = projected.split(attention.sizes, dim=-1)
