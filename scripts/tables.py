@@ -103,7 +103,10 @@ def list_settings() -> Rows:
 def list_methods() -> Rows:
     """Yield the methods of SGLang's classes that are wrapped."""
     from sglang_gemma4_yoco.loading import patch
+    from sglang_gemma4_yoco.models import registry
 
+    for kind in registry.MODELS:
+        yield f"`{kind.SGLANG.text_model}`", "`forward`"
     for patched, name in patch.WRAPPED:
         yield f"`{patched.__module__}.{patched.__name__}`", f"`{name}`"
     for path, name in patch.OPTIONAL:

@@ -125,7 +125,7 @@ def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
     def run_layer(number: int, _: Any, stock: Any, **call: Any) -> Any:
         if number == state.cut_layer:
             visit(_OUTPUT, number - 1, state.kind.view_rows(call["hidden_states"]))
-        if call["per_layer_input"] is not None:
+        if call.get("per_layer_input") is not None:
             visit(_INPUT, number, call["per_layer_input"])
         output = stock(**call)
         visit(_OUTPUT, number, state.kind.view_rows(output))
@@ -146,7 +146,8 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
 
     Inputs are kept of the layers from ``first`` on up to layer S-1.
     """
-    model, project = state.model, state.model.project_per_layer_inputs
+    model = state.model
+    project: Any = getattr(model, "project_per_layer_inputs", None)
 
     def keep(step: str, layer: int, rows: torch.Tensor) -> None:
         stock.kept[step, layer] = rows.index_select(0, stock.index)
@@ -281,17 +282,18 @@ class _StepComparer:
     def _of_scores(self, layer: int) -> float:
         """The relative error of attention's output that the sums of its scores cause.
 
-        Scores are sums of head_dim products, in fp32, and Gemma 4 does not scale them: in sharp
-        heads scores and their errors are large, and a softmax can double the errors.
+        Scores are sums of head_dim products, in fp32, and Gemma 4 does not scale them down: in
+        sharp heads scores and their errors are large, and a softmax can double the errors.
         """
         queries = self.stock.kept[_QUERIES, layer]
         width = queries.shape[-1]
-        donor = self.layers[self.layers[layer].self_attn.attn.layer_id].self_attn
+        attention = self.layers[layer].self_attn.attn
+        keys = self.state.kind.get_key_scale(self.layers[attention.layer_id]).abs().max()
         norms = queries.float().norm(dim=-1).max()
         eps = rounding.EPS
         if queries.is_cuda and queries.dtype == torch.float32:
             eps = rounding.TF32 / math.sqrt(width)
-        return float(2 * eps * norms * donor.k_norm.weight.abs().max() * math.sqrt(width))
+        return float(2 * eps * attention.scaling * norms * keys * math.sqrt(width))
 
 
 def _compare_captured(
@@ -300,7 +302,9 @@ def _compare_captured(
     """A captured tail's result against its layers, run eagerly on stock's rows, with padding."""
     stock = steps.stock
     cut_layer = steps.state.cut_layer
-    embedded = stock.embedded
+    embeds, embedded = stock.embeds, stock.embedded
+    if embeds is not None:
+        embeds = embeds[stock.index]
     if embedded is not None:
         embedded = embedded[stock.index, cut_layer:]
     eager = replay.eager(
@@ -308,7 +312,7 @@ def _compare_captured(
         positions=stock.positions[stock.index],
         requests=batch.req_pool_indices,
         lengths=batch.seq_lens,
-        embeds=stock.embeds[stock.index],
+        embeds=embeds,
         embedded=embedded,
     )
     return rounding.compare(tail_graphs.TAIL, eager, rows, tail_graphs.ROUNDINGS)

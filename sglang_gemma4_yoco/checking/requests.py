@@ -222,9 +222,8 @@ def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], wi
         keys, values = runner.token_to_kv_pool.get_kv_buffer(number)
         values[:end].normal_(generator=generator)
         # Gemma 4 scales no scores: its weights keep keys small.
-        keys[:end].normal_(generator=generator).mul_(
-            state.model.layers[number].self_attn.k_norm.weight
-        )
+        scale = state.kind.get_key_scale(state.model.layers[number])
+        keys[:end].normal_(generator=generator).mul_(scale)
         most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
         for request in requests:
             inside = len(request.slots) - window

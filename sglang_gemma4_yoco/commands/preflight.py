@@ -20,6 +20,7 @@ from sglang_gemma4_yoco.commands.console import CommandError, Report
 from sglang_gemma4_yoco.commands.redact import show_flags
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import classes, limits, metrics, patch
+from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 
 # Beside the weights: what some tools write in place of an entry of the config.
@@ -66,7 +67,9 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
     text = config.get("text_config") or config
     layers: Any = text.get("num_hidden_layers")
     first, shared = None, "none"
-    if str(text.get("model_type", "")).startswith(("gemma4", "gemma3n")) and layers is not None:
+    kind = registry.find_kind_by_type(str(text.get("model_type", "")))
+    if kind is not None and layers is not None:
+        report.refuse(compat.names.find_missing(kind.SGLANG))
         first = first_shared_layer(SimpleNamespace(**text))
     if first is not None:
         shared = f"{first}: layers {first} to {layers - 1} have no K/V"

@@ -6,8 +6,6 @@ import torch
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.layers.linear import LinearBase as LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.models import gemma3n_causal as gemma3n_causal
-from sglang.srt.models import gemma4_causal as gemma4_causal
 
 
 def get_rows(output: Any) -> torch.Tensor:

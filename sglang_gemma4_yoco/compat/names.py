@@ -1,16 +1,20 @@
 """What of SGLang is read by name, and the check that it is there.
 
-``plugin`` checks the supported range before it imports this folder.
+``plugin`` checks the supported range before it imports this folder. What all models need is listed
+here; what one model needs is listed in its own file, as ``TextModelNames``.
 """
 
 import inspect
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 
-from sglang_gemma4_yoco.compat import attention, batch, decode_graphs, layers, release
+from sglang_gemma4_yoco.compat import attention, batch, decode_graphs, release
+from sglang_gemma4_yoco.refusal import ServerRefusal
 
 # Fields of a batch that the tail rewrites, or that decide whether it may be cut. One by another
 # name would pass for one that is not set. Whatever else is missing raises an error where it is
@@ -53,24 +57,78 @@ _CAPTURING = (
     (attention.capture_mode, "model_capture_mode"),
     (decode_graphs.parallel_state, "graph_capture"),
 )
+_REMEDY = "Install a supported SGLang, or a newer sglang-gemma4-yoco"
+
+
+@dataclass(frozen=True, eq=False)  # two are the same if they are one object
+class TextModelNames:
+    """What the file of a text model uses of SGLang, by name.
+
+    Attributes:
+        text_model: the path of the class of text models.
+        loop: the attribute of the model that ends the loop over layers in its forward.
+        signatures: the first parameters of functions and classes, by their path below the module of
+            the class; ``...`` stands for any others.
+        outer_models: modules with the models around it, which give its rows to their logits
+            processor and nothing else.
+        modules: other modules of models whose classes or functions rows pass.
+        towers: parts of the outer models that run before the text model, and see none of its rows.
+    """
+
+    text_model: str
+    loop: str
+    signatures: Mapping[str, str]
+    outer_models: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
+
+
+def find_object(path: str) -> Any | None:
+    """Return SGLang's module, class or function of this name; None in a release that lacks it."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return None
+
+
+@cache  # what is found when the package is loaded holds, whatever is wrapped later
+def find_missing(needed: TextModelNames) -> ServerRefusal | None:
+    """Return what the installed SGLang lacks of a model's names, with the remedy; or None."""
+    missing = "; ".join(_find_missing(needed))
+    if not missing:
+        return None
+    name = needed.text_model.rpartition(".")[2]
+    lacks = f"SGLang {release.INSTALLED} lacks {missing}"
+    return ServerRefusal(f"{lacks}: prefills of {name} run as stock. {_REMEDY}")
+
+
+def _find_missing(needed: TextModelNames) -> Iterator[str]:
+    module, _, name = needed.text_model.rpartition(".")
+    model = find_object(needed.text_model)
+    if model is None:
+        yield needed.text_model
+        return
+    for path, wanted in needed.signatures.items():
+        if not _has_signature(find_object(f"{module}.{path}"), wanted):
+            yield f"{path}({wanted})"
+    if needed.loop not in inspect.unwrap(model.forward).__code__.co_names:
+        yield f"{name}.forward's use of self.{needed.loop}"
+
+
+def _has_signature(function: Any | None, wanted: str) -> bool:
+    if function is None:
+        return False
+    parameters = list(inspect.signature(function).parameters)
+    if wanted.endswith("..."):
+        parameters[wanted.count(",") :] = ["..."]
+    return ", ".join(parameters) == wanted
 
 
 def _missing() -> Iterator[str]:
-    """Name everything that this package needs and the installed SGLang lacks."""
-    model = layers.gemma4_causal.Gemma4TextModel
-    layer = layers.gemma4_causal.Gemma4DecoderLayer
-    for owner, name, wanted in (
-        (model, "forward", "self, input_ids, positions, forward_batch, input_embeds, ..."),
-        (layer, "forward", "self, positions, hidden_states, per_layer_input, forward_batch, ..."),
-        (attention.AttentionBackend, "init_forward_metadata", "self, forward_batch"),
-    ):
-        parameters = list(inspect.signature(getattr(owner, name)).parameters)
-        if wanted.endswith("..."):
-            parameters[wanted.count(",") :] = ["..."]
-        if ", ".join(parameters) != wanted:
-            yield f"{owner.__name__}.{name}({wanted})"
-    if "end_layer" not in inspect.unwrap(model.forward).__code__.co_names:
-        yield "Gemma4TextModel.forward's loop up to self.end_layer"
+    """Name everything that this package needs for any model and the installed SGLang lacks."""
+    wanted = "self, forward_batch"
+    if not _has_signature(attention.AttentionBackend.init_forward_metadata, wanted):
+        yield f"AttentionBackend.init_forward_metadata({wanted})"
     for module, name in _CAPTURING:
         if not hasattr(module, name):
             yield f"{module.__name__}.{name}"
@@ -83,15 +141,4 @@ def check_names() -> None:
     """Raise IncompatibleError, with what is missing and the remedy, unless all is there."""
     missing = "; ".join(_missing())
     if missing:
-        raise release.IncompatibleError(
-            f"SGLang {release.INSTALLED} lacks {missing}. "
-            "Install a supported SGLang, or a newer sglang-gemma4-yoco"
-        )
-
-
-def find_class(path: str) -> Any | None:
-    """Return SGLang's class of this name; None in a release that lacks it."""
-    try:
-        return pkgutil.resolve_name(path)
-    except (ImportError, AttributeError):
-        return None
+        raise release.IncompatibleError(f"SGLang {release.INSTALLED} lacks {missing}. {_REMEDY}")

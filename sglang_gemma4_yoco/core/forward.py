@@ -12,6 +12,7 @@ With several ranks nothing is run again: the others wait in collectives, and thi
 would enter these with other rows.
 """
 
+import inspect
 import logging
 import traceback
 from collections.abc import Callable
@@ -31,6 +32,9 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 LIMIT = 8
 _FAILS = f"it failed {LIMIT} times in a row and is off in this process"
 GIVEN_UP = ServerRefusal(_FAILS, level=logging.ERROR)
+# How a text model's forward names the embeddings that its caller has made; and how many parameters
+# of its own the wrapper has, all before that one.
+_EMBEDS, _OF_WRAPPER = "input_embeds", 4
 
 
 class Forward(Protocol):
@@ -50,7 +54,11 @@ class Forward(Protocol):
 
 
 def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``Gemma4TextModel.forward``, which cuts prefills of models that have a state."""
+    """A text model's forward, which cuts prefills of models that have a state."""
+    others = list(inspect.signature(stock).parameters)[_OF_WRAPPER:]
+    place = len(others)
+    if _EMBEDS in others:
+        place = others.index(_EMBEDS)
 
     @wraps(stock)
     def forward(
@@ -69,9 +77,9 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
         state = self.__dict__[STATE_ENTRY]
         run = partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
-        embeds = kwargs.get("input_embeds")
-        if args:
-            embeds = args[0]
+        embeds = kwargs.get(_EMBEDS)
+        if len(args) > place:
+            embeds = args[place]
         return serve_forward(state, forward_batch, EagerForward(state, positions, embeds, run))
 
     return forward

@@ -120,9 +120,12 @@ class PerLayerInputs:
         return project_layers(self.model, embeds, before_cut, 0, cut)
 
     def are_complete(self) -> bool:
-        """Whether the model has requested them, and has given what a captured tail needs."""
+        """Whether the model has requested them, and has given what a captured tail needs.
+
+        Always true of a model without any.
+        """
         if self._embeds is None:
-            return False
+            return getattr(self.model, "per_layer_model_projection", None) is None
         return self.buffers is None or (self._embedded is None) == (self.buffers.embedded is None)
 
     def get_kept(self) -> torch.Tensor | None:

@@ -21,13 +21,7 @@ from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
-#: SGLang's models around a text model: they give its rows to their logits processor.
-OUTER_MODELS = (
-    *("sglang.srt.models.gemma4_mm", "sglang.srt.models.gemma4_causal"),
-    *("sglang.srt.models.gemma4_unified", "sglang.srt.models.gemma3n_mm"),
-    "sglang.srt.models.gemma3n_causal",
-)
-#: Modules of ``sglang.srt.layers`` that all these use. Not every release has all of them.
+#: Modules of ``sglang.srt.layers`` that models use. Not every release has all of them.
 LAYERS = (
     *("activation", "attention.base_attn_backend", "attention.hybrid_attn_backend"),
     *("layer_boundary.residual.batch", "layer_boundary.residual.stream", "layer_boundary.stage"),
@@ -35,14 +29,6 @@ LAYERS = (
     *("radix_attention", "rotary_embedding.base"),
     *(f"attention.{module}" for module in compat.attention.BACKENDS.values()),
 )
-#: All functions and classes of these are judged, before there is a model too.
-MODULES = (
-    *OUTER_MODELS,
-    "sglang.srt.models.gemma3_causal",
-    *(f"sglang.srt.layers.{name}" for name in LAYERS),
-)
-#: Parts of a model that run before the text model, and see none of its rows.
-TOWERS = {"vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio"}
 #: Methods that see no rows, whoever has replaced them.
 NO_ROWS = {
     *("__init__", "__new__", "load_weights", "pad_input_ids"),
@@ -82,7 +68,7 @@ def find_reason(outer: type, runner: Any = None) -> ServerRefusal | None:
     """
     try:
         refused = list(_find_unknown(outer, runner))
-        replaced = not all(map(_has_our_forward, registry.TEXT_MODELS))
+        replaced = not all(map(_has_our_forward, registry.list_cuttable_models()))
     except Exception as failure:  # noqa: BLE001 - of objects that are like no others
         log.log_failure("Gemma 4 fast prefill: looking for other people's code failed", failure)
         return NOT_JUDGED
@@ -109,10 +95,14 @@ def is_ours(function: Any) -> bool:
 
 def _find_unknown(outer: type, runner: Any) -> Iterator[Unknown]:
     """The code that is not known where rows pass."""
-    if not (outer.__module__ in OUTER_MODELS or _is_trusted(outer.__module__, outer.__name__)):
+    known = [name for kind in registry.MODELS for name in kind.SGLANG.outer_models]
+    if not (outer.__module__ in known or _is_trusted(outer.__module__, outer.__name__)):
         yield "the model is a", outer.__module__, outer.__name__
     # What is not imported, nothing can call.
-    owners: dict[str, Any] = {path: sys.modules[path] for path in MODULES if path in sys.modules}
+    owners: dict[str, Any] = {}
+    for path in list_modules():
+        if path in sys.modules:
+            owners[path] = sys.modules[path]
     classes = [outer]
     for path, module in owners.items():
         found = filter(inspect.isclass, vars(module).values())
@@ -131,11 +121,20 @@ def _find_unknown(outer: type, runner: Any) -> Iterator[Unknown]:
     yield from _find_in("all modules", torch_module)
 
 
+def list_modules() -> list[str]:
+    """Return the modules whose functions and classes are judged, before there is a model too."""
+    modules = list[str]()
+    for kind in registry.MODELS:
+        modules += (*kind.SGLANG.outer_models, *kind.SGLANG.modules)
+    return [*modules, *(f"sglang.srt.layers.{name}" for name in LAYERS)]
+
+
 def _list_objects(model: Any) -> dict[str, Any]:
     """What rows pass through, by where it is: the modules, and SGLang's objects in them."""
     objects = {}
+    towers = {name for kind in registry.MODELS for name in kind.SGLANG.towers}
     for name, module in model.named_modules():
-        if name.partition(".")[0] in TOWERS:
+        if name.partition(".")[0] in towers:
             continue
         objects[name or "the model"] = module
         for attribute, value in vars(module).items():

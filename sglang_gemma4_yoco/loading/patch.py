@@ -1,4 +1,7 @@
-"""Wrap SGLang's methods, ``WRAPPED`` and ``OPTIONAL``, and add the two helpers of ``published``.
+"""Wrap SGLang's methods, and add the two helpers of ``published`` to Gemma 4.
+
+These are the forwards of text models, ``WRAPPED`` and ``OPTIONAL``. A text model of which SGLang
+lacks a name is left as it is, and the others are cut.
 
 No class is replaced, so models that imported one by name are patched too. An SGLang with a fast
 prefill of its own keeps its helpers: they are what its flag calls.
@@ -17,10 +20,9 @@ from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import classes, metrics, published, start
-from sglang_gemma4_yoco.models import registry
+from sglang_gemma4_yoco.models import gemma4, registry
 
-_Model, _Runner = compat.layers.gemma4_causal.Gemma4TextModel, compat.names.ModelRunner
-_TEXT_MODELS: tuple[Any, ...] = tuple(registry.TEXT_MODELS)
+_Runner = compat.names.ModelRunner
 _Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 #: Whether this process's SGLang is patched by this package.
@@ -74,14 +76,14 @@ def _find_text_models(runner: Any) -> list[Any]:
     if getattr(runner, "is_draft_worker", False):
         return []
     modules = getattr(runner.model, "modules", list)  # on MLX it is no module of PyTorch's
-    models = [model for model in modules() if isinstance(model, _TEXT_MODELS)]
+    known = tuple(registry.list_text_models())
+    models: list[Any] = [model for model in modules() if isinstance(model, known)]
     return [model for model in models if first_shared_layer(model.config) is not None]
 
 
-#: (class, attribute) -> what wraps it. Beside each: why, and what of SGLang's would replace it.
+#: (class, attribute) -> what wraps it. Beside each: why, and what of SGLang's would replace it. The
+#: forwards of text models are wrapped too.
 WRAPPED: dict[tuple[type, str], _Wrap] = {
-    # To cut the layers. Needless when the model itself keeps the rows that are read (#27183).
-    **{(model, "forward"): forward.wrap_model_forward for model in _TEXT_MODELS},
     # To build the tail's backend after the runner's, and to see each batch that is planned.
     # Needless when one backend can hold two plans.
     (_Runner, "init_attention_backends"): _enclose(start.start_model),
@@ -120,28 +122,58 @@ def patch_sglang() -> None:
     """
     global installed
     compat.names.check_names()
-    if classes.is_ours(_Model.forward):
-        raise compat.release.IncompatibleError("Gemma4TextModel.forward is patched already")
-    helpers = published.HELPERS
-    if compat.server.has_fast_prefill():
-        helpers = ()
-    for helper in helpers:
-        if hasattr(_Model, helper.__name__):
-            why = f"Gemma4TextModel has a {helper.__name__} of its own"
-            raise compat.release.IncompatibleError(why)
     # All of them first: where SGLang lacks one, nothing is changed.
-    wrapped = {(owner, name): wrap(getattr(owner, name)) for (owner, name), wrap in WRAPPED.items()}
-    for (owner, name), method in wrapped.items():
+    methods = dict[tuple[type, str], Callable[..., Any]]()
+    for model in _find_cuttable_models():
+        methods[model, "forward"] = wrap_forward(model)
+    for (owner, name), wrap in WRAPPED.items():
+        methods[owner, name] = wrap(getattr(owner, name))
+    for (owner, name), method in (methods | _list_helpers()).items():
         setattr(owner, name, method)
     _wrap_optional()
-    for helper in helpers:
-        setattr(_Model, helper.__name__, helper)
     installed = True
+
+
+def _find_cuttable_models() -> list[Any]:
+    """Return the text models of which SGLang lacks nothing; a line says what it lacks of others."""
+    models = registry.list_cuttable_models()
+    names = [kind.SGLANG for kind in registry.MODELS]
+    reasons = list(filter(None, map(compat.names.find_missing, names)))
+    if not models:
+        raise compat.release.IncompatibleError(" ".join(map(str, reasons)))
+    for reason in reasons:
+        log.log_once(f"Gemma 4 fast prefill is off for one model: {reason}", logging.WARNING)
+    return models
+
+
+def wrap_forward(model: Any) -> Callable[..., Any]:
+    """Return the forward of a text model's class, wrapped to cut the layers.
+
+    Needless when the model itself keeps the rows that are read (#27183).
+
+    Raises:
+        compat.release.IncompatibleError: it is wrapped already.
+    """
+    if classes.is_ours(model.forward):
+        raise compat.release.IncompatibleError(f"{model.__name__}.forward is patched already")
+    return forward.wrap_model_forward(model.forward)
+
+
+def _list_helpers() -> dict[tuple[type, str], Callable[..., Any]]:
+    """Return the helpers that Gemma 4 gets, by the class and their names."""
+    if compat.server.has_fast_prefill() or compat.names.find_missing(gemma4.SGLANG) is not None:
+        return {}
+    model: Any = compat.names.find_object(gemma4.SGLANG.text_model)
+    for helper in published.HELPERS:
+        if hasattr(model, helper.__name__):
+            why = f"{model.__name__} has a {helper.__name__} of its own"
+            raise compat.release.IncompatibleError(why)
+    return {(model, helper.__name__): helper for helper in published.HELPERS}
 
 
 def _wrap_optional() -> None:
     for (path, name), wrap in OPTIONAL.items():
-        owner = compat.names.find_class(path)
+        owner = compat.names.find_object(path)
         if owner is not None and hasattr(owner, name):
             setattr(owner, name, wrap(getattr(owner, name)))
             continue

@@ -13,8 +13,10 @@ import torch
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.core.tail_batch import TailBatch, rewrite_batch
 from sglang_gemma4_yoco.loading import limits, start
+from sglang_gemma4_yoco.models import gemma4
 
 
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
@@ -24,7 +26,8 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     """
     if os.environ.get(settings.SWITCH, "1") != "1":
         return False
-    state, current = start.get_state(self), compat.attention.get_current_backend()
+    state = find_state(self) or ModelState(self, gemma4, start.find_model_reason(self))
+    current = compat.attention.get_current_backend()
     if eligibility.find_ineligible_reason(state, forward_batch) is not None:
         return False
     return current is None or limits.get_backend_key(current) in limits.TAIL_BACKENDS

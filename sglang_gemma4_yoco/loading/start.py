@@ -17,7 +17,7 @@ from sglang_gemma4_yoco.core import eligibility, plan, ranks, tail_batch
 from sglang_gemma4_yoco.core.state import ModelState, find_state, first_shared_layer
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.loading import classes, limits
-from sglang_gemma4_yoco.models import gemma4, registry
+from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -39,8 +39,10 @@ def find_model_reason(model: Any) -> ServerRefusal | None:
 
 
 def get_state(model: Any) -> ModelState:
-    """What is known of a ``Gemma4TextModel``; where no runner has started it, by its config."""
-    return find_state(model) or ModelState(model, gemma4, find_model_reason(model))
+    """What is known of a text model; where no runner has started it, by its config."""
+    return find_state(model) or ModelState(
+        model, registry.find_kind(model), find_model_reason(model)
+    )
 
 
 # -- SGLang has built its attention backends -------------------------------------------------------
@@ -77,7 +79,7 @@ def start_model(runner: Any, model: Any) -> Iterator[None]:
         state.turn_off(refusal)
         return
     _note_untested()
-    _compile_kernels(state)
+    _compile_kernels(runner, state)
 
 
 def _note_untested() -> None:
@@ -94,10 +96,12 @@ def _find_runner_reason(runner: Any, model: Any) -> ServerRefusal | None:
         return limits.EMBEDDINGS
     if getattr(model, "layers_to_capture", None):  # for as long as the server runs
         return ServerRefusal(eligibility.CAPTURED_LAYERS.text)
+    kind = registry.find_kind(model)
     return (
         find_model_reason(model)
+        or compat.names.find_missing(kind.SGLANG)
         or classes.find_reason(type(runner.model), runner)
-        or registry.find_kind(model).find_unsupported_reason(model, runner.attn_backend)
+        or kind.find_unsupported_reason(model, runner.attn_backend)
         or limits.find_backend_reason(runner.attn_backend)
         or limits.find_pool_reason(runner.token_to_kv_pool, runner.dtype)
     )
@@ -120,18 +124,18 @@ def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
 
 
 @torch.no_grad()
-def _compile_kernels(state: ModelState) -> None:
+def _compile_kernels(runner: Any, state: ModelState) -> None:
     """Compute K and V without queries once: their kernels are compiled, which stock never runs.
 
     Otherwise the first request of a user would wait for the compiler. Never raises: that request
     can do it.
     """
-    weight = state.tail_layers[0].input_layernorm.weight
+    device = runner.device
     try:
         for number in _FEW, _MANY:
             shape = state.kind.get_row_shape(state.model)
-            rows = weight.new_zeros(number, *shape)
-            positions = torch.zeros(number, dtype=torch.int64, device=weight.device)
+            rows = torch.zeros(number, *shape, dtype=runner.dtype, device=device)
+            positions = torch.zeros(number, dtype=torch.int64, device=device)
             state.kind.compute_keys_and_values(state.tail_layers[0], rows, positions)
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
         log.log_failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)

@@ -13,10 +13,14 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.names import TextModelNames
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.refusal import ServerRefusal
 from sglang_gemma4_yoco.replaced import replaced
+
+#: The weight of the keys' norm, as in Gemma 4.
+get_key_scale = gemma4.get_key_scale
 
 TRITON_FAILS = ServerRefusal(
     "SGLang cannot run Gemma 3n's prefills on Triton's attention, which returns heads that the "
@@ -27,14 +31,33 @@ FLASHINFER = ServerRefusal(
     "behind a cached prefix (docs/upstream.md)"
 )
 
+_MODULE = "sglang.srt.models.gemma3n_causal"
+_causal: Any = compat.names.find_object(_MODULE)
+
+SGLANG = TextModelNames(
+    text_model=f"{_MODULE}.Gemma3nTextModel",
+    loop="layers",
+    signatures={
+        "Gemma3nTextModel.forward": "self, input_ids, positions, forward_batch, input_embeds, ...",
+        "Gemma3nTextModel.project_per_layer_inputs": "self, inputs_embeds, per_layer_inputs",
+        "Gemma3nDecoderLayer.forward": (
+            "self, positions, hidden_states, per_layer_input, forward_batch, ..."
+        ),
+        "Gemma3nAttention": "...",
+    },
+    outer_models=("sglang.srt.models.gemma3n_mm", _MODULE),
+    modules=gemma4.SGLANG.modules,
+    towers=gemma4.SGLANG.towers,
+)
+MODEL_TYPE = "gemma3n"
 CUTS_MEDIA = False
 LEAVES_CAPTURED_PREFILLS = False
 
 
 def find_unsupported_reason(model: Any, main: Any) -> ServerRefusal | None:
     """Why this ``Gemma3nTextModel`` cannot be cut beside this attention backend, or None."""
-    known = compat.layers.gemma3n_causal
-    reason = gemma4.find_donor_reason(model, known.Gemma3nDecoderLayer, known.Gemma3nAttention)
+    layer, attention = _causal.Gemma3nDecoderLayer, _causal.Gemma3nAttention
+    reason = gemma4.find_donor_reason(model, layer, attention)
     for part in compat.attention.list_parts(main):
         reason = reason or _find_backend_reason(type(part))
     return reason

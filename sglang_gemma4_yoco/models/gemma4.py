@@ -14,22 +14,46 @@ import torch
 from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.names import TextModelNames
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.refusal import ServerRefusal
 from sglang_gemma4_yoco.replaced import replaced
 
+_MODULE = "sglang.srt.models.gemma4_causal"
+_causal: Any = compat.names.find_object(_MODULE)
+
+SGLANG = TextModelNames(
+    text_model=f"{_MODULE}.Gemma4TextModel",
+    loop="end_layer",
+    signatures={
+        "Gemma4TextModel.forward": "self, input_ids, positions, forward_batch, input_embeds, ...",
+        "Gemma4TextModel.project_per_layer_inputs": "self, inputs_embeds, per_layer_inputs",
+        "Gemma4DecoderLayer.forward": (
+            "self, positions, hidden_states, per_layer_input, forward_batch, ..."
+        ),
+        "Gemma4Attention": "...",
+        "gemma_qkv_rmsnorm": "...",
+    },
+    outer_models=(
+        "sglang.srt.models.gemma4_mm",
+        "sglang.srt.models.gemma4_unified",
+        _MODULE,
+    ),
+    modules=("sglang.srt.models.gemma3_causal",),
+    towers=("vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio"),
+)
+MODEL_TYPE = "gemma4"
 CUTS_MEDIA = True
 LEAVES_CAPTURED_PREFILLS = True
 
 
 def find_unsupported_reason(model: Any, main: Any) -> ServerRefusal | None:  # noqa: ARG001
-    """Why this ``Gemma4TextModel``, which has KV-shared layers, cannot be cut; or None."""
-    known = compat.layers.gemma4_causal
-    return find_donor_reason(model, known.Gemma4DecoderLayer, known.Gemma4Attention)
+    """Return why this ``Gemma4TextModel``, which has KV-shared layers, cannot be cut; or None."""
+    return find_donor_reason(model, _causal.Gemma4DecoderLayer, _causal.Gemma4Attention)
 
 
 def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> ServerRefusal | None:
-    """Why the donor is not a layer of these classes that can be cut, or None."""
+    """Return why the donor is not a layer of these classes that can be cut, or None."""
     number = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
     if number < 1:
         # The residual of the first layer is its caller's, and must not be written to.
@@ -133,7 +157,7 @@ def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> tor
     """
     if (rows.is_cuda or rows.is_xpu) and getattr(norm, "scale_shift", None) == 0.0:
         # The fused kernel norms q, k and v in the same way; a single one is passed as its q.
-        compat.layers.gemma4_causal.gemma_qkv_rmsnorm(
+        _causal.gemma_qkv_rmsnorm(
             rows,
             None,
             None,
@@ -175,3 +199,9 @@ def run_tail(
         compat.layers.end_residual(batch)
     normed: torch.Tensor = model.norm(rows)
     return normed
+
+
+def get_key_scale(layer: Any) -> torch.Tensor:
+    """Return the weight of the keys' norm, [head_dim]."""
+    weight: torch.Tensor = layer.self_attn.k_norm.weight
+    return weight

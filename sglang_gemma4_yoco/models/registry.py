@@ -1,4 +1,4 @@
-"""SGLang's classes of text models whose prefills can be cut, and the file that knows each."""
+"""The text models whose prefills can be cut, and the file that knows each."""
 
 from typing import Any
 
@@ -6,15 +6,41 @@ from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import TextModel
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 
-TEXT_MODELS: dict[type, TextModel] = {
-    compat.layers.gemma4_causal.Gemma4TextModel: gemma4,
-    compat.layers.gemma3n_causal.Gemma3nTextModel: gemma3n,
-}
+#: One entry for each model: the file that knows it.
+MODELS: list[TextModel] = [gemma4, gemma3n]
+
+
+def list_text_models() -> dict[type, TextModel]:
+    """Return SGLang's classes of text models, with their files; of some SGLang may lack a name."""
+    found = dict[type, TextModel]()
+    for kind in MODELS:
+        text_model = compat.names.find_object(kind.SGLANG.text_model)
+        if text_model is not None:
+            found[text_model] = kind
+    return found
+
+
+def list_cuttable_models() -> list[Any]:
+    """Return the classes of text models of which SGLang lacks nothing."""
+    names = [kind.SGLANG for kind in MODELS if compat.names.find_missing(kind.SGLANG) is None]
+    return [compat.names.find_object(needed.text_model) for needed in names]
 
 
 def find_kind(model: Any) -> TextModel:
-    """The file that knows a model of one of these classes, or of a class derived from one."""
-    for known, kind in TEXT_MODELS.items():
+    """Return the file that knows a model of one of these classes, or of a class derived from one.
+
+    Raises:
+        TypeError: there is none.
+    """
+    for known, kind in list_text_models().items():
         if isinstance(model, known):
             return kind
     raise TypeError(f"{type(model).__name__} is not a text model that is known")
+
+
+def find_kind_by_type(model_type: str) -> TextModel | None:
+    """Return the file that knows models whose config has this ``model_type``, or None."""
+    for kind in MODELS:
+        if model_type.startswith(kind.MODEL_TYPE):
+            return kind
+    return None

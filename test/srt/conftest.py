@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import logging
 import os
 import pkgutil
@@ -222,11 +223,13 @@ def outside_of_a_server() -> Iterator[None]:
 @pytest.fixture
 def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plugin finds SGLang as if it had not been loaded yet; what it wraps is put back."""
+    from sglang.srt.models.gemma4_causal import Gemma4TextModel
+
     from sglang_gemma4_yoco import compat, plugin
     from sglang_gemma4_yoco.loading import patch, published
+    from sglang_gemma4_yoco.models import registry
 
     helpers = {helper.__name__ for helper in published.HELPERS}
-    model = compat.layers.gemma4_causal.Gemma4TextModel
     plugin.load.cache_clear()
     monkeypatch.setattr(plugin, "why_not_installed", None)
     monkeypatch.setattr(settings, "current", settings.current)
@@ -234,12 +237,17 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     named = [(pkgutil.resolve_name(path), name) for path, name in patch.OPTIONAL]
     for patched, name in [*patch.WRAPPED, *named]:
         monkeypatch.setattr(patched, name, getattr(patched, name))
+    models: list[Any] = list(registry.list_text_models())
+    for text_model in models:
+        monkeypatch.setattr(text_model, "forward", inspect.unwrap(text_model.forward))
+    compat.names.find_missing.cache_clear()
     for name in helpers:
-        monkeypatch.delattr(model, name, raising=False)
+        monkeypatch.delattr(Gemma4TextModel, name, raising=False)
     yield
-    for name in helpers & vars(model).keys():
-        delattr(model, name)  # those that were there before are put back
+    for name in helpers & vars(Gemma4TextModel).keys():
+        delattr(Gemma4TextModel, name)  # those that were there before are put back
     plugin.load.cache_clear()  # an engine of a later test may be the first that loads it
+    compat.names.find_missing.cache_clear()
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ In this process, which has loaded it once: what an operator sees of it, ``server
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import multiprocessing
+import pkgutil
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,15 +18,30 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_gemma4_yoco import compat, log, plugin, settings
+from sglang_gemma4_yoco.core.model import TextModel
 from sglang_gemma4_yoco.loading import classes, patch
+from sglang_gemma4_yoco.models import registry
 
-pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
+pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server", "forgotten_reports")
+
+
+FORWARDS = [(text_model, "forward") for text_model in registry.list_text_models()]
+ALL = [text_model.__name__ for text_model, _ in FORWARDS]
+
+
+def list_cut() -> list[str]:
+    """The text models whose forward is this package's."""
+    found = []
+    for text_model, name in FORWARDS:
+        if classes.is_ours(vars(text_model).get(name)):
+            found.append(text_model.__name__)
+    return found
 
 
 def of_sglang() -> list[Any]:
     """What would be wrapped."""
     found: list[Any] = []
-    for owner, name in patch.WRAPPED:
+    for owner, name in (*patch.WRAPPED, *FORWARDS):
         found.append(getattr(owner, name))
     return found
 
@@ -108,7 +123,7 @@ def test_fields_that_are_gone(
     assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
 
 
-@pytest.mark.parametrize("place", list(patch.WRAPPED)[1:], ids=lambda place: place[1])
+@pytest.mark.parametrize("place", patch.WRAPPED, ids=lambda place: place[1])
 def test_a_method_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: tuple[type, str]
 ) -> None:
@@ -119,7 +134,6 @@ def test_a_method_that_is_gone(
     before = of_sglang()
     with monkeypatch.context() as gone:
         gone.setattr(patch, "WRAPPED", wrapped)
-        gone.setattr(patch._Model, "forward", inspect.unwrap(patch._Model.forward))
         plugin.load()
     assert of_sglang() == before
     assert f"'{owner.__name__}' has no attribute '{name}_by_another_name'" in caplog.text
@@ -133,10 +147,9 @@ def test_what_only_tells_is_gone(
 ) -> None:
     """Prefills are cut all the same, and a warning says that a server cannot tell."""
     monkeypatch.setattr(patch, "OPTIONAL", {(path, "no_method"): None})
-    monkeypatch.setattr(patch._Model, "forward", inspect.unwrap(patch._Model.forward))
     plugin.load()
     assert plugin.why_not_installed is None
-    assert classes.is_ours(patch._Model.forward)
+    assert list_cut() == ALL
     [line] = said(logging.WARNING)
     assert f"lacks {path}.no_method, so /server_info" in line
 
@@ -149,9 +162,9 @@ def test_a_process_that_runs_no_model_is_left_alone(
     if not imported:
         monkeypatch.delitem(sys.modules, plugin._SCHEDULER, raising=False)
     monkeypatch.setattr(plugin, "parent_process", multiprocessing.current_process)
-    monkeypatch.setattr(patch._Model, "forward", inspect.unwrap(patch._Model.forward))
     plugin.load()
-    assert patch.installed == classes.is_ours(patch._Model.forward) == imported
+    assert patch.installed == imported
+    assert list_cut() == ALL * imported
     assert plugin.why_not_installed is None
 
 
@@ -159,37 +172,62 @@ def _anything(*_: Any) -> None:
     """Accepts any arguments, and does nothing."""
 
 
-SIGNATURES: dict[str, tuple[type, str]] = {
-    "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds": (
-        compat.layers.gemma4_causal.Gemma4TextModel,
-        "forward",
-    ),
-    "Gemma4DecoderLayer.forward(self, positions, hidden_states, per_layer_input, forward_": (
-        compat.layers.gemma4_causal.Gemma4DecoderLayer,
-        "forward",
-    ),
-    "AttentionBackend.init_forward_metadata(self, forward_batch)": (
-        AttentionBackend,
-        "init_forward_metadata",
-    ),
-}
-
-
-@pytest.mark.parametrize("words", SIGNATURES)
 def test_a_signature_that_has_changed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, words: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(*SIGNATURES[words], _anything)
-    assert words in refusal(caplog)
+    monkeypatch.setattr(AttentionBackend, "init_forward_metadata", _anything)
+    assert "AttentionBackend.init_forward_metadata(self, forward_batch)" in refusal(caplog)
 
 
-def test_a_model_whose_loop_has_no_end_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(
-        self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any
-    ) -> None:
-        for layer in self.layers:
-            layer(positions)
+# ---------------------------------------------------------------- names that one model needs
 
-    monkeypatch.setattr(compat.layers.gemma4_causal.Gemma4TextModel, "forward", forward)
-    with pytest.raises(compat.release.IncompatibleError, match=r"loop up to self\.end_layer"):
-        compat.names.check_names()
+
+def _another_loop(
+    self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any
+) -> None:
+    """Has the parameters of a model's forward, and runs layers that have another name."""
+    for layer in self.blocks:
+        layer(positions)
+
+
+CHANGES: list[tuple[Any, str, Any]] = []
+for _kind in registry.MODELS:
+    _model = _kind.SGLANG.text_model.rpartition(".")[2]
+    for _name in (_model, *_kind.SGLANG.signatures):
+        CHANGES.append((_kind, _name, None))
+        if _name.endswith(".forward"):
+            CHANGES.append((_kind, _name, _anything))
+    CHANGES.append((_kind, f"{_model}.forward", _another_loop))
+
+
+@pytest.mark.parametrize(("kind", "name", "instead"), CHANGES)
+def test_a_name_that_one_model_needs(
+    monkeypatch: pytest.MonkeyPatch,
+    said: Callable[..., list[str]],
+    kind: TextModel,
+    name: str,
+    instead: Any,
+) -> None:
+    """It is gone, or means something else: that model runs as stock, and the other one is cut."""
+    module, _, model = kind.SGLANG.text_model.rpartition(".")
+    owner, _, attribute = f"{module}.{name}".rpartition(".")
+    monkeypatch.delattr(pkgutil.resolve_name(owner), attribute)
+    if instead is not None:
+        monkeypatch.setattr(pkgutil.resolve_name(owner), attribute, instead, raising=False)
+    plugin.load()
+    assert plugin.why_not_installed is None
+    [line] = said(logging.WARNING)
+    lacks, _, rest = line.partition(": prefills of ")
+    assert name in lacks
+    assert rest.startswith(f"{model} run as stock. Install a supported SGLang, ")
+    assert list_cut() == [other for other in ALL if other != model]
+
+
+def test_no_model_has_its_names(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text_model, name in FORWARDS:
+        monkeypatch.setattr(text_model, name, _anything)
+    why = refusal(caplog)
+    for model in ALL:
+        assert f"prefills of {model} run as stock" in why

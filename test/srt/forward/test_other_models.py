@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.models import gemma3n_causal, gemma4_causal
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from harness.batches import BATCHES, new_rows
@@ -18,9 +19,11 @@ from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
 from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import counters, log
+from sglang_gemma4_yoco import compat, counters, log
+from sglang_gemma4_yoco.commands import preflight
+from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.core import state
-from sglang_gemma4_yoco.loading import limits, start
+from sglang_gemma4_yoco.loading import limits, metrics, start
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -76,6 +79,36 @@ def test_another_model_is_never_touched(
         assert_never_touched(engine)
     restarted()
     assert_fast(engine)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(gemma4_causal, "Gemma4Attention"), (gemma3n_causal, "Gemma3nAttention")]
+)
+def test_a_model_of_which_sglang_lacks_a_name(
+    engine: Engine,
+    restarted: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Path,
+    module: Any,
+    name: str,
+) -> None:
+    """It runs as stock and says why, as doctor does; what another model lacks is no matter."""
+    find_missing, report = compat.names.find_missing, Report()
+    find_missing.cache_clear()
+    with monkeypatch.context() as lacking:
+        lacking.delattr(module, name)
+        restarted()
+        preflight._model(report, str(tiny_checkpoint), None)
+        if module is gemma3n_causal:
+            assert report.refusals == []
+            assert_fast(engine)
+        else:
+            [reason] = report.refusals
+            assert reason == metrics.describe_state()["reason"]
+            assert f" lacks {name}(...): prefills of Gemma4TextModel run as stock. " in reason
+            assert_stock(engine, reason)
+    find_missing.cache_clear()
+    restarted()
 
 
 class Derived(Gemma4TextModel):

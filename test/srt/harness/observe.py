@@ -179,8 +179,8 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     with ExitStack() as hooks:
         hooks.enter_context(model.register_forward_pre_hook(on_entry, with_kwargs=True))
         hooks.enter_context(model.register_forward_hook(on_exit, with_kwargs=True))
-        if model.per_layer_projection_norm is not None:
-            norm = model.per_layer_projection_norm
+        norm = _projection_norm(engine)
+        if norm is not None:
             hooks.enter_context(norm.register_forward_pre_hook(projecting))
         for layer in model.layers:
             attention, mlp = layer.self_attn, layer.mlp
@@ -266,7 +266,7 @@ def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
     projected = [(total, front)]
     if tail:
         projected.append((kept, tail))
-    if engine.text_model.per_layer_projection_norm is None:
+    if _projection_norm(engine) is None:
         projected.clear()
     mode = "EXTEND"
     if kept == len(prompts) and not compat.release.is_newer_than_tested():
@@ -318,6 +318,11 @@ def skips_tail(prompts: Sequence[Prompt]) -> bool:
     )
 
 
+def _projection_norm(engine: Engine) -> Any:
+    """The norm of per-layer inputs; None in a model without any."""
+    return getattr(engine.text_model, "per_layer_projection_norm", None)
+
+
 def _first_shared(engine: Engine) -> int:
     config = engine.text_model.config
     first: int = config.num_hidden_layers - config.num_kv_shared_layers
@@ -350,7 +355,7 @@ def assert_stock(engine: Engine, prompts: Sequence[Prompt], seen: Observed) -> N
     assert seen.rows == seen.attention_rows == [total] * layers
     assert seen.attended == [(total, total)] * first + [(total, 0)] * (layers - first)
     assert set(map(id, seen.backends)) == {id(engine.runner.attn_backend)}
-    assert seen.projected == [(total, layers)] * (model.per_layer_projection_norm is not None)
+    assert seen.projected == [(total, layers)] * (_projection_norm(engine) is not None)
 
 
 def assert_metadata_unchanged(seen: Observed) -> None:

@@ -25,8 +25,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.refusal import Refusal
 
 
@@ -102,9 +104,14 @@ def model(**changes: Any) -> SimpleNamespace:
     )
 
 
+def state_of(served: Any) -> ModelState:
+    """What is known of it, by its config."""
+    return ModelState(served, gemma4, start.find_model_reason(served))
+
+
 def reason_of(served: Any, forward_batch: Any) -> Refusal | None:
     """Why the gate refuses a batch of this model, or None."""
-    return eligibility.find_ineligible_reason(start.get_state(served), forward_batch)
+    return eligibility.find_ineligible_reason(state_of(served), forward_batch)
 
 
 class Doubled(UnquantizedLinearMethod):

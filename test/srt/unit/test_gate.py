@@ -31,14 +31,13 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from harness.stand_ins import eligible_batch, model, reason_of
+from harness.stand_ins import eligible_batch, model, reason_of, state_of
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import eligibility, plan, worth
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail import TailBackend
-from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.refusal import Refusal
 from sglang_gemma4_yoco.replaced import replaced
@@ -179,7 +178,7 @@ def test_graph_capture(capturing: Any) -> None:
 
 def test_a_captured_prefill_that_is_replayed() -> None:
     """While it is replayed nothing counts as being captured; all other reasons hold."""
-    state = start.get_state(model())
+    state = state_of(model())
     with enable_breakable_cuda_graph(), replaced(state, is_capturing=lambda: False):
         assert isinstance(
             eligibility.check_eligibility(state, eligible_batch()), eligibility.Eligible
@@ -267,7 +266,7 @@ def test_the_gate_knows_how_the_tail_runs(
         return None
 
     setting(min_skipped_rows=None)
-    state: Any = start.get_state(model())
+    state: Any = state_of(model())
     state.on_gpu = on_gpu
     state.captured = None
     if captured:

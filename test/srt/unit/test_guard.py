@@ -26,11 +26,15 @@ from harness.call_sites import call_of, is_of_package
 from harness.forwards import InjectedError
 from sglang_gemma4_reference.engine import reset_log
 from sglang_gemma4_yoco import compat, counters, plugin
+from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.loading import patch
+from sglang_gemma4_yoco.models import registry
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
 WRAPS: dict[tuple[Any, str], Any] = dict(patch.WRAPPED)
+for text_model in registry.list_text_models():
+    WRAPS[text_model, "forward"] = forward.wrap_model_forward
 for (path, method), wrap in patch.OPTIONAL.items():
     WRAPS[pkgutil.resolve_name(path), method] = wrap
 EACH = pytest.mark.parametrize("place", WRAPS, ids=lambda place: f"{place[0].__name__}.{place[1]}")

@@ -30,6 +30,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.models import gemma4_causal
 
 from harness.stand_ins import server_args, skip_on_older
 from scripts.dev import reviewed_arguments
@@ -459,7 +460,7 @@ def test_the_method_of_a_cache_refuses_nothing() -> None:
 # ---------------------------------------------------------------- SGLang's classes
 
 
-SOURCES = Path(compat.layers.gemma4_causal.__file__).parents[1]
+SOURCES = Path(gemma4_causal.__file__).parents[1]
 
 
 def test_the_listed_backends_exist() -> None:
