@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_gemma4_yoco import compat
+
 OTHER_END = "the model does something else between its layers and its norm"
 
 
@@ -33,17 +35,20 @@ class TextModel(Protocol):
     Attributes:
         CUTS_MEDIA: prompts with images, video or audio may be cut.
         LEAVES_CAPTURED_PREFILLS: so may prefills that SGLang replays from CUDA graphs.
+        MODEL_TYPES: the ``model_type`` of its configs, for ``doctor``, which loads no model.
+        ATTENTION: the attention backends that it admits.
     """
 
     CUTS_MEDIA: bool
     LEAVES_CAPTURED_PREFILLS: bool
+    MODEL_TYPES: tuple[str, ...]
+    ATTENTION: compat.backends.Attention
 
     def find_unsupported_reason(self, model: Any, main: Any) -> str | None:
         """Why no forward of this model, which has KV-shared layers, can be cut; or None.
 
         Args:
-            main: the server's attention backend, if what is known of it for all models in
-                ``loading/limits.py`` does not hold for this one.
+            main: the server's attention backend, which ``ATTENTION`` judges.
         """
 
     def get_row_shape(self, model: Any) -> tuple[int, ...]:

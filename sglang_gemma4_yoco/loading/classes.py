@@ -32,13 +32,13 @@ LAYERS = (
     *("layer_boundary.residual.batch", "layer_boundary.residual.stream", "layer_boundary.stage"),
     *("layernorm", "linear", "logits_processor", "logprob_processor", "quantization.unquant"),
     *("radix_attention", "rotary_embedding.base"),
-    *(f"attention.{module}" for module in compat.attention.BACKENDS.values()),
 )
 #: All functions and classes of these are judged, before there is a model too.
 MODULES = (
     *OUTER_MODELS,
     "sglang.srt.models.gemma3_causal",
     *(f"sglang.srt.layers.{name}" for name in LAYERS),
+    *(f"sglang.srt.{name}" for name in compat.backends.list_modules()),
 )
 #: Parts of a model that run before the text model, and see none of its rows.
 TOWERS = {"vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio"}

@@ -17,35 +17,16 @@ from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.replaced import replaced
 
-TRITON_FAILS = (
-    "SGLang cannot run Gemma 3n's prefills on Triton's attention, which returns heads that the "
-    "layer does not flatten (sgl-project/sglang#37515)"
-)
-FLASHINFER = (
-    "FlashInfer's prefills of Gemma 3n may read other requests' K and V, or see one key less "
-    "behind a cached prefix (docs/upstream.md)"
-)
-
 CUTS_MEDIA = False
 LEAVES_CAPTURED_PREFILLS = False
+MODEL_TYPES: tuple[str, ...] = ("gemma3n_text",)
+ATTENTION = compat.backends.judge(compat.backends.GEMMA3N)
 
 
-def find_unsupported_reason(model: Any, main: Any) -> str | None:
-    """Why this ``Gemma3nTextModel`` cannot be cut beside this attention backend, or None."""
+def find_unsupported_reason(model: Any, main: Any) -> str | None:  # noqa: ARG001 - by protocol
+    """Why this ``Gemma3nTextModel`` cannot be cut, or None."""
     known = compat.layers.gemma3n_causal
-    reason = gemma4.find_donor_reason(model, known.Gemma3nDecoderLayer, known.Gemma3nAttention)
-    for part in compat.attention.list_parts(main):
-        reason = reason or _find_backend_reason(type(part))
-    return reason
-
-
-def _find_backend_reason(kind: type) -> str | None:
-    if kind.__name__ == "FlashInferAttnBackend":
-        return FLASHINFER
-    # In all releases that were tested. A tail on Triton is given flat heads (``_flatten_heads``).
-    if compat.attention.is_triton(kind):
-        return TRITON_FAILS
-    return None
+    return gemma4.find_donor_reason(model, known.Gemma3nDecoderLayer, known.Gemma3nAttention)
 
 
 def get_row_shape(model: Any) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ from sglang_gemma4_yoco.replaced import replaced
 
 CUTS_MEDIA = True
 LEAVES_CAPTURED_PREFILLS = True
+MODEL_TYPES: tuple[str, ...] = ("gemma4_text", "gemma4_unified_text")
+ATTENTION = compat.backends.judge(compat.backends.GEMMA4)
 
 
 def find_unsupported_reason(model: Any, main: Any) -> str | None:  # noqa: ARG001 - by protocol

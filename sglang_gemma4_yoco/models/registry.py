@@ -18,3 +18,11 @@ def find_kind(model: Any) -> TextModel:
         if isinstance(model, known):
             return kind
     raise TypeError(f"{type(model).__name__} is not a text model that is known")
+
+
+def find_kind_of_type(model_type: str) -> TextModel | None:
+    """Return the file that knows the models whose config has this ``model_type``, or None."""
+    for kind in TEXT_MODELS.values():
+        if model_type in kind.MODEL_TYPES:
+            return kind
+    return None

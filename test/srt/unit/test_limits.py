@@ -40,6 +40,7 @@ from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import limits
+from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 NAMES_CHANGE = pytest.mark.skipif(
@@ -285,7 +286,7 @@ def test_the_dumper(
     report.entries["quantisation"] = None
     with releases.published():
         assert limits.find_server_reason() == reason
-        preflight._judge(report, {}, {}.get)
+        preflight._judge(report, gemma4, {}.get)
     assert report.refusals == ([reason] if reason else [])
 
 
@@ -330,7 +331,7 @@ def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
     reason = None
     if unproven is not None:
         reason = f"the attention backend {unproven} is not known to be right"
-    assert limits.find_backend_reason(backend) == reason
+    assert limits.find_backend_reason(backend, gemma4.ATTENTION) == reason
 
 
 # ---------------------------------------------------------------- pools of K and V
@@ -458,16 +459,6 @@ def test_the_method_of_a_cache_refuses_nothing() -> None:
 # ---------------------------------------------------------------- SGLang's classes
 
 
-SOURCES = Path(compat.layers.gemma4_causal.__file__).parents[1]
-
-
-def test_the_listed_backends_exist() -> None:
-    """Under these names, in modules of SGLang's that need another device to be imported."""
-    for name, module in compat.attention.BACKENDS.items():
-        source = SOURCES / "layers" / "attention" / f"{module}.py"
-        assert f"\nclass {name}(" in source.read_text()
-
-
 def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str) -> Any:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
@@ -543,10 +534,11 @@ def test_layers_of_popular_checkpoints(monkeypatch: pytest.MonkeyPatch, name: st
 @NAMES_CHANGE
 def test_every_name_is_one_of_sglangs() -> None:
     """By its sources: many of these classes cannot be imported on a CPU."""
+    sources = Path(compat.layers.gemma4_causal.__file__).parents[1]
     names, found = set[str](), set[str]()
     for kind in limits._INDEPENDENT_ROWS:
         names.update(kind.split("."))
     for folder in ("layers/quantization", "hardware_backend"):
-        for source in (SOURCES / folder).rglob("*.py"):
+        for source in (sources / folder).rglob("*.py"):
             found.update(re.findall(r"^ *class (\w+)", source.read_text(), re.MULTILINE))
     assert names - found == set()
