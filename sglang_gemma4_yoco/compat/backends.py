@@ -41,7 +41,7 @@ class Evidence:
     Attributes:
         how: ``RUN``, ``READ`` or ``STOCK``.
         tests: files below ``test/srt``, or tests in them. They show that the class is right; if its
-            source was read, that a stand-in under its name is; else that it is refused.
+            source was read, that another class in its place is; else that it is refused.
         note: for the documents, in Markdown.
         reason: what a server logs that is refused for this, if not the general reason.
     """
