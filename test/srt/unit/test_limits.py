@@ -171,16 +171,6 @@ def test_an_argument_of_the_server(arguments: dict[str, Any], reason: str | None
         assert limits.find_server_reason() == reason
 
 
-def test_every_argument_that_refuses_has_a_row() -> None:
-    listed = {reason: set(names) for reason, names in limits.UNSUPPORTED_ARGUMENTS.items()}
-    assert {reason: set(names) for reason, names in REFUSING.items()} == listed
-    beside = set[str]()
-    for given, why in BESIDE_OTHERS:
-        if why == HIDDEN_STATES_OF_DRAFTS:
-            beside |= given.keys() - DRAFTS.keys()
-    assert beside == limits._HIDDEN_STATE_ARGUMENTS
-
-
 RANKS = {"tp_size": 2}
 # As an operator types them; SGLang resolves and publishes them.
 TYPED: list[tuple[dict[str, Any], str | None]] = [
