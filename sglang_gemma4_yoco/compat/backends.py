@@ -75,11 +75,19 @@ class Backend:
     tail: Mapping[str, Evidence] = field(default_factory=dict)
 
 
-_STAND_IN = ("server/test_pages", "triton/test_any_backend_triton", "forward/test_any_backend")
-_STAND_IN_3N = (
-    *("server/test_gemma3n_server", "forward/test_gemma3n"),
-    *("forward/test_ranks::test_ranks_of_gemma3n", "triton/test_gemma3n_triton"),
-)
+_AS_READ = {
+    GEMMA4: Evidence(
+        READ,
+        ("server/test_pages", "triton/test_any_backend_triton", "forward/test_any_backend"),
+    ),
+    GEMMA3N: Evidence(
+        READ,
+        (
+            *("server/test_gemma3n_server", "forward/test_gemma3n"),
+            *("forward/test_ranks::test_ranks_of_gemma3n", "triton/test_gemma3n_triton"),
+        ),
+    ),
+}
 _REFUSED = ("unit/test_limits::test_an_attention_backend",)
 _NARROW = Evidence(STOCK, _REFUSED, "its window is one key narrower in some of its kernels")
 
@@ -111,7 +119,7 @@ TABLE = (
         lines="1678, 1691, 1958 and 2035",
         flags={GEMMA4: ("trtllm_mha",), GEMMA3N: ("trtllm_mha",)},
         chosen=dict.fromkeys((GEMMA4, GEMMA3N), "by default on SM100 (such as B200)"),
-        prefills={GEMMA4: Evidence(READ, _STAND_IN), GEMMA3N: Evidence(READ, _STAND_IN_3N)},
+        prefills=_AS_READ,
     ),
     Backend(
         name="FlashAttentionBackend",
@@ -119,14 +127,14 @@ TABLE = (
         lines="1558 to 1568, 2064, 2137 to 2147 and 2416",
         flags={GEMMA4: ("fa4",), GEMMA3N: ("fa3", "fa4")},
         chosen={GEMMA3N: "`fa3` by default on SM90 (such as H100)"},
-        prefills={GEMMA4: Evidence(READ, _STAND_IN), GEMMA3N: Evidence(READ, _STAND_IN_3N)},
+        prefills=_AS_READ,
     ),
     Backend(
         name="XPUAttentionBackend",
         module="layers.attention.xpu_backend",
         lines="747 to 752, 1050, 1413 to 1420 and 1624",
         flags={GEMMA4: ("intel_xpu",), GEMMA3N: ("intel_xpu",)},
-        prefills={GEMMA4: Evidence(READ, _STAND_IN), GEMMA3N: Evidence(READ, _STAND_IN_3N)},
+        prefills=_AS_READ,
     ),
     Backend(
         name="AiterAttnBackend",
