@@ -235,7 +235,7 @@ _SGLANG = "sglang.srt."  # its image models' classes have the same names
 def get_backend_key(backend: Any) -> str:
     """The name of an attention backend's class in ``compat.backends``.
 
-    Of another package's class it is another name: SGLang's by the same name was not meant.
+    A class of another package is named with its module: it is not SGLang's of the same name.
     """
     kind = type(backend)
     if kind.__module__.startswith(_SGLANG):

@@ -14,9 +14,6 @@ from types import SimpleNamespace
 import pytest
 import sglang.srt
 from packaging.version import Version
-from sglang.srt.arg_groups import model_hook
-from sglang.srt.arg_groups.model_overrides import gemma4 as gemma4_overrides
-from sglang.srt.runtime_context import override_platform
 
 from harness.documented import TESTS, missing_tests
 from scripts import tables
@@ -161,7 +158,7 @@ def test_a_flag_builds_its_class(row: Backend) -> None:
 def test_each_backend_that_sglang_takes_for_gemma_4_is_judged() -> None:
     [accepted] = re.findall(
         r'"Gemma4UnifiedForConditionalGeneration",\n    \):.*?accepted_backends = \((.*?)\)',
-        Path(model_hook.__file__).read_text(),
+        (SGLANG / "arg_groups" / "model_hook.py").read_text(),
         re.DOTALL,
     )
     assert set(re.findall(r'"(\w+)"', accepted)) == gemma4.ATTENTION.flags.keys()
@@ -170,11 +167,14 @@ def test_each_backend_that_sglang_takes_for_gemma_4_is_judged() -> None:
 @AS_READ
 @pytest.mark.parametrize("card", tables.CARDS)
 def test_what_sglang_chooses_on_a_card(card: str) -> None:
+    from sglang.srt.arg_groups.model_overrides import gemma4 as overrides
+    from sglang.srt.runtime_context import override_platform
+
     architecture, flag = tables.CARDS[card]
     unset = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     given = SimpleNamespace(**dict.fromkeys((*unset, "moe_runner_backend")))
     with override_platform(is_sm100=architecture == "SM100"):
-        assert gemma4_overrides._gemma4_overrides(given, None) == {"attention_backend": flag}
+        assert overrides._gemma4_overrides(given, None) == {"attention_backend": flag}
 
 
 def test_a_model_admits_what_the_table_has_for_it() -> None:
