@@ -15,11 +15,12 @@ import json
 import re
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
@@ -27,6 +28,9 @@ from scripts.command_line import new_parser
 from scripts.environment import REPO
 from scripts.result_files import RESULTS, load_results
 from sglang_gemma4_yoco.commands.console import say
+
+if TYPE_CHECKING:
+    from sglang_gemma4_yoco.compat.backends import Backend
 
 Document = dict[str, Any]
 Rows = Iterator[Sequence[object]]
@@ -111,6 +115,65 @@ def list_methods() -> Rows:
         yield f"`{patched.__module__}.{patched.__name__}`", f"`{name}`"
     for path, name in patch.OPTIONAL:
         yield f"`{path}`", f"`{name}`, if there is one"
+
+
+def list_backends() -> Rows:
+    """Yield Gemma 4's attention backends; flags with equal cells share a row."""
+    from sglang_gemma4_yoco.compat import backends
+
+    model, found = backends.GEMMA4, defaultdict[tuple[str, str], list[str]](list)
+    for row in backends.TABLE:
+        if model in row.flags:
+            cells = (row.chosen.get(model, BY_NAME), describe_backend(row, model))
+            found[cells] += row.flags[model]
+    for cells, flags in found.items():
+        yield format_flags(flags), *cells
+
+
+def list_backend_modes() -> Rows:
+    """Yield each model's attention backends: what happens, and by what it is shown."""
+    from sglang_gemma4_yoco.compat import backends
+
+    for model, row in product((backends.GEMMA4, backends.GEMMA3N), backends.TABLE):
+        if model not in row.flags:
+            continue
+        evidence = row.prefills[model]
+        happens, by = describe_backend(row, model), format_flags(evidence.tests)
+        shown = [level for folder, level in LEVELS.items() if f"`{folder}/" in by]
+        if evidence.note:
+            happens += f": {evidence.note}"
+        if evidence.how == backends.READ:
+            shown.append("read, not run")
+            by += f"; `{row.module.rpartition('.')[2]}.py` {row.lines}"
+        flags = f"{model}, {format_flags(row.flags[model])}"
+        chosen = row.chosen.get(model, BY_NAME)
+        yield flags, chosen, happens, ", ".join(dict.fromkeys(shown)), by
+
+
+def list_cards() -> Rows:
+    """Yield GPUs: what SGLang chooses there for Gemma 4, and how far each feature was tried."""
+    from sglang_gemma4_yoco.compat import backends
+
+    admitted = backends.judge(backends.GEMMA4)
+    for card, (architecture, flag) in CARDS.items():
+        features = TRIED.get(card, ("read",) * 3)
+        if admitted.prefills[admitted.flags[flag]].how == backends.STOCK:
+            features = ("stock",) * 3
+        yield card, architecture, f"`{flag}`", *features
+
+
+def describe_backend(row: Backend, model: str) -> str:
+    """Return what happens to prefills of a model on a class of attention backends."""
+    if row.prefills[model].how == "stock":
+        return "stock"
+    if model in row.tail:
+        return "active"
+    return "active; the tail runs on Triton"
+
+
+def format_flags(names: Iterable[str]) -> str:
+    """Return names in Markdown, as code."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
 # ---------------------------------------------------------------- one prefill
@@ -250,6 +313,30 @@ def list_predicted_ms() -> Rows:
             yield model, length, ms["off"], ms["off replayed"], ms["on"], ms["on replayed"]
 
 
+BY_NAME = "by name"
+#: How far a proof goes, by the folder of its test.
+LEVELS = {
+    "server": "real server",
+    "triton": "ModelRunner",
+    "forward": "ModelRunner",
+    "unit": "gate alone",
+}
+#: GPUs: the architecture, and the attention backend that SGLang 0.5.23 chooses for Gemma 4.
+CARDS = {
+    "A100": ("SM80", "triton"),
+    "L40S": ("SM89", "triton"),
+    "RTX 4090": ("SM89", "triton"),
+    "H100": ("SM90", "triton"),
+    "H200": ("SM90", "triton"),
+    "B200": ("SM100", "trtllm_mha"),
+    "RTX 5090": ("SM120", "triton"),
+    "MI300X": ("gfx942", "triton"),
+}
+#: What was tried there: cut prefills, the captured tail, exits; else SGLang's source was read.
+TRIED = {
+    "H100": ("rehearsed", "rehearsed", "rehearsed"),
+    "H200": ("run with 0.5.17", "run with 0.5.17", "rehearsed"),
+}
 README, SUMMARY, LONG = "README.md", "benchmark/README.md", "benchmark/results/README.md"
 PROFILE = ("host_ms", "whole_ms", "device_idle_ms", "kernels")
 ON_A_CPU = partial(list_ratios, (128, 512, 2048))
@@ -257,6 +344,9 @@ ON_A_GPU = partial(list_ratios, (512, 1024, 8192, 32768))
 TABLES = (
     Table(README, "measured on a GPU", ON_A_GPU, "gpu_prefill_*.json", origins=False),
     Table(README, "measured", ON_A_CPU, "prefill_*mini_cpu_*.json", origins=False),
+    Table(README, "attention", list_backends),
+    Table("docs/modes.md", "attention backends", list_backend_modes),
+    Table("docs/compatibility.md", "GPUs", list_cards),
     Table("docs/settings.md", "settings", list_settings),
     Table("docs/upstream.md", "methods", list_methods),
     Table("docs/compatibility.md", "releases", list_releases),

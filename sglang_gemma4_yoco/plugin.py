@@ -35,6 +35,11 @@ def check_version() -> None:
             )
 
 
+def is_ours(missing: ImportError) -> bool:
+    """Return True if a module of this package could not be imported: not SGLang's fault."""
+    return (missing.name or "").partition(".")[0] == __package__
+
+
 def _may_run_a_model() -> bool:
     """Return False in a process that SGLang has started without its scheduler: the detokenizer.
 
@@ -48,6 +53,8 @@ def _install() -> None:
     try:  # with the switch at 0 nothing of SGLang is imported
         from sglang_gemma4_yoco.loading import patch
     except ImportError as missing:
+        if is_ours(missing):
+            raise
         raise RuntimeError(
             f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"

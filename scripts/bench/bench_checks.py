@@ -5,7 +5,7 @@ Random models of many shapes, types and kinds of weights (sharp attention, large
 channels; ``checked_models.py``) run on SGLang's ModelRunner with the unbroken package: no check,
 audit or proof may report a difference. Then the package is broken in every way of
 ``breakages.py``, and the check at start must find each on every model that has a place for it, by
-its own bound and several times over::
+its own bound and several times over. Both files are in ``test/srt/harness``::
 
     python scripts/bench/bench_checks.py --results benchmark/results/checks_cpu.json  # 1 to 3 hours
     python scripts/bench/bench_checks.py --models 12 --only tiny        # a few minutes
@@ -43,7 +43,7 @@ from scripts.result_files import origin, write_result
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
 
 if TYPE_CHECKING:
-    from scripts.bench.checked_models import Group, Result
+    from harness.checked_models import Group, Result
 
 sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
 ENOUGH = 4.0  # times its bound is what everything broken must come to
@@ -64,7 +64,7 @@ def watch_parent() -> None:
 
 def in_a_process_of_its_own(group: Group) -> list[Result]:
     """All models of a group."""
-    from scripts.bench import checked_models
+    from harness import checked_models
 
     spawning = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawning, watch_parent) as process:
@@ -128,7 +128,7 @@ def parse_arguments() -> Namespace:
 
 def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run what is asked for; what was found, and the whole document."""
-    from scripts.bench import checked_models
+    from harness import checked_models
 
     began = time.monotonic()
     about = origin()  # before its own file is a change of the checkout

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
             preflight.examine(report, args.model_path, args.flags)
     except (CommandError, ImportError) as failure:  # ImportError: of a part of SGLang
+        if isinstance(failure, ImportError) and plugin.is_ours(failure):
+            raise
         report.unknowns.append(str(failure))
     report.show(args.json)
     return report.exit_status

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from sglang_gemma4_yoco import __version__
+from sglang_gemma4_yoco import __version__, plugin
 from sglang_gemma4_yoco.commands import doctor, status
 from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.redact import learn_secrets, redact
@@ -58,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: {failure}", sys.stderr)
         return 2
     except ImportError as missing:
-        say(f"error: {missing}; run this where the server runs", sys.stderr)
+        said = f"error: {missing}; run this where the server runs"
+        if plugin.is_ours(missing):
+            said = traceback.format_exc()
+        say(said, sys.stderr)
         return 2
     except KeyboardInterrupt:
         say("interrupted; all that was started is stopped", sys.stderr)

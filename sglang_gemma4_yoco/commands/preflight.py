@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands.console import CommandError, Report
 from sglang_gemma4_yoco.commands.redact import show_flags
+from sglang_gemma4_yoco.core.model import TextModel
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import classes, limits, metrics, patch
 from sglang_gemma4_yoco.models import registry
@@ -45,15 +46,21 @@ def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
     given, _ = parser.parse_known_args(flags)  # of two models the last one counts, as in SGLang
     if not given.model_path:
         raise CommandError("no model is named: give --model-path")
-    config = _model(report, given.model_path, given.revision)
-    if report.entries["first_shared"] is None:
+    config, kind = _model(report, given.model_path, given.revision)
+    if kind is None:
         report.refusals.append(metrics.NO_MODEL)
     else:
-        _server(report, config, flags)
+        _server(report, config, kind, flags)
 
 
-def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
-    """The model's config; CommandError where it cannot be loaded."""
+def _model(
+    report: Report, name: str, revision: str | None
+) -> tuple[dict[str, Any], TextModel | None]:
+    """Return the model's config, and what knows the model if it has a KV-shared tail.
+
+    Raises:
+        CommandError: the config cannot be loaded.
+    """
     report.begin("Model")
     report.add("path", name, model=name)
     try:
@@ -66,12 +73,14 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
         raise CommandError(f"the model {name} cannot be read ({why}): {remedy}") from failure
     text = config.get("text_config") or config
     layers: Any = text.get("num_hidden_layers")
+    kind = registry.find_kind_of_type(str(text.get("model_type")))
     first, shared = None, "none"
-    kind = registry.find_kind_by_type(str(text.get("model_type", "")))
     if kind is not None and layers is not None:
         report.refuse(compat.names.find_missing(kind.SGLANG))
         first = first_shared_layer(SimpleNamespace(**text))
-    if first is not None:
+    if first is None:
+        kind = None
+    else:
         shared = f"{first}: layers {first} to {layers - 1} have no K/V"
     quantised = None
     for part, entry in product((text, config), ("compression_config", "quantization_config")):
@@ -84,10 +93,12 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
     report.add("layers", str(layers), layers=layers)
     report.add("quantisation", quantised or "none, by its config", quantisation=quantised)
     report.add("first shared layer", shared, first_shared=first)
-    return config
+    return config, kind
 
 
-def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> None:
+def _server(
+    report: Report, config: Mapping[str, Any], kind: TextModel, flags: Sequence[str]
+) -> None:
     """Have SGLang resolve the flags, as in a server's scheduler; nothing is started."""
     report.begin("A server with these flags")
     report.add("flags", show_flags(flags))
@@ -107,19 +118,19 @@ def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> 
         unknown = f"SGLang does not resolve these flags on this machine ({why})"
         raise CommandError(unknown) from failure
     argument = compat.server.read_argument
-    _prefill_graphs(report, config)
-    _judge(report, config, argument)
+    _prefill_graphs(report, kind)
+    _judge(report, kind, argument)
     if patch.installed and argument("model_impl") != "transformers":
         _judge_classes(report, config.get("architectures") or [])
 
 
-def _prefill_graphs(report: Report, config: Mapping[str, Any]) -> None:
+def _prefill_graphs(report: Report, kind: TextModel) -> None:
     """Refuse flags with whose prefill graphs SGLang would stop."""
     backend = compat.server.get_cuda_graph_backend("prefill")
     if backend is None or compat.release.is_newer_than_tested():
         return
     is_cut = patch.installed and limits.find_server_reason() is None
-    if is_cut and not _is_gemma3n(config) and exit_setup.is_repaired():
+    if is_cut and kind.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
         shortened = "replayed prefills are shortened, where the check at start agrees"
         report.add("prefill graphs", f"backend {backend!r}: {shortened}")
         return
@@ -130,12 +141,7 @@ def _prefill_graphs(report: Report, config: Mapping[str, Any]) -> None:
     )
 
 
-def _is_gemma3n(config: Mapping[str, Any]) -> bool:
-    text = config.get("text_config") or config
-    return str(text.get("model_type")).startswith("gemma3n")
-
-
-def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
+def _judge(report: Report, kind: TextModel, argument: Any) -> None:
     """Judge what the flags alone decide, by a server's own code; the rest is settled at start."""
     if compat.server.has_fast_prefill() and not argument(compat.server.FAST_PREFILL):
         report.add("fast prefill", "this package's serves: SGLang's own is off")
@@ -158,14 +164,13 @@ def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
     attention = sorted(map(str, names))
     report.add("attention backend", ", ".join(attention), attention=attention)
-    others = [name for name in attention if name != compat.attention.TAIL_BACKEND]
-    if _is_gemma3n(config):
-        others = attention
+    known, backends = kind.ATTENTION, compat.backends
+    others = [name for name in attention if name not in known.list_flags(backends.RUN)]
     if others:
+        admitted = ", ".join(known.list_flags(backends.RUN, backends.READ))
         report.unknowns.append(
-            f"attention by {', '.join(others)}: settled when a server has built it. Admitted are "
-            "triton (not for Gemma 3n), trtllm_mha, fa3, fa4, intel_xpu, and "
-            "hybrids of them"
+            f"attention by {', '.join(others)}: settled when a server has built it. Admitted for "
+            f"this model are {admitted}, and hybrids of them"
         )
 
 

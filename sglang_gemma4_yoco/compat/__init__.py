@@ -5,6 +5,7 @@ Where supported releases differ, the difference is handled here.
 
 from sglang_gemma4_yoco.compat import (
     attention,
+    backends,
     batch,
     captured_prefills,
     decode_graphs,
@@ -17,6 +18,7 @@ from sglang_gemma4_yoco.compat import (
 
 __all__ = [
     "attention",
+    "backends",
     "batch",
     "captured_prefills",
     "decode_graphs",

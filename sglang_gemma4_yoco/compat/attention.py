@@ -18,16 +18,9 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode as capture_mode
 
 from sglang_gemma4_yoco.compat import batch, server
+from sglang_gemma4_yoco.compat.backends import TRITON
 from sglang_gemma4_yoco.replaced import replaced
 
-TRITON = "TritonAttnBackend"
-#: SGLang's classes of attention backends that were read, and their modules.
-BACKENDS = {
-    TRITON: "triton_backend",
-    "TRTLLMHAAttnBackend": "trtllm_mha_backend",
-    "FlashAttentionBackend": "flashattention_backend",
-    "XPUAttentionBackend": "xpu_backend",
-}
 #: The tail's attention backend, by its name in SGLang's registry.
 TAIL_BACKEND = "triton"
 

@@ -46,6 +46,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_gemma4_yoco.compat.backends import Attention
 from sglang_gemma4_yoco.compat.names import TextModelNames
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -65,24 +66,21 @@ class TextModel(Protocol):
 
     Attributes:
         SGLANG: what the file uses of SGLang. What a release lacks turns this model off alone.
-        MODEL_TYPE: how ``model_type`` begins in the config of its text, for ``doctor``.
+        MODEL_TYPES: the ``model_type`` of its text's configs, for ``doctor``, which loads no model.
+        ATTENTION: the attention backends that it admits: those of ``compat/backends.py``.
         CUTS_MEDIA: prompts with images, video or audio may be cut.
         LEAVES_CAPTURED_PREFILLS: so may prefills that SGLang replays from CUDA graphs. Their
             capture (``compat/captured_prefills.py``) is known for Gemma 4's residual stream alone.
     """
 
     SGLANG: TextModelNames
-    MODEL_TYPE: str
+    MODEL_TYPES: tuple[str, ...]
+    ATTENTION: Attention
     CUTS_MEDIA: bool
     LEAVES_CAPTURED_PREFILLS: bool
 
-    def find_unsupported_reason(self, model: Any, main: Any) -> ServerRefusal | None:
-        """Return why no forward of this model, which has KV-shared layers, can be cut; or None.
-
-        Args:
-            main: the server's attention backend, which this model may not admit although
-                ``loading/limits.py`` does for all.
-        """
+    def find_unsupported_reason(self, model: Any) -> ServerRefusal | None:
+        """Return why no forward of this model, which has KV-shared layers, can be cut; or None."""
 
     def get_row_shape(self, model: Any) -> tuple[int, ...]:
         """The shape of one row of the residual stream between two layers: (hidden,) for Gemma 4."""

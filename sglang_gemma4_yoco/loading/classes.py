@@ -27,7 +27,6 @@ LAYERS = (
     *("layer_boundary.residual.batch", "layer_boundary.residual.stream", "layer_boundary.stage"),
     *("layernorm", "linear", "logits_processor", "logprob_processor", "quantization.unquant"),
     *("radix_attention", "rotary_embedding.base"),
-    *(f"attention.{module}" for module in compat.attention.BACKENDS.values()),
 )
 #: Methods that see no rows, whoever has replaced them.
 NO_ROWS = {
@@ -126,7 +125,8 @@ def list_modules() -> list[str]:
     modules = list[str]()
     for kind in registry.MODELS:
         modules += (*kind.SGLANG.outer_models, *kind.SGLANG.modules)
-    return [*modules, *(f"sglang.srt.layers.{name}" for name in LAYERS)]
+    modules += [f"sglang.srt.layers.{name}" for name in LAYERS]
+    return modules + [f"sglang.srt.{name}" for name in compat.backends.list_modules()]
 
 
 def _list_objects(model: Any) -> dict[str, Any]:

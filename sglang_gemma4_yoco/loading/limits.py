@@ -240,46 +240,46 @@ def _check_table(argument: Callable[[str], Any]) -> ServerRefusal | None:
 
 # -- attention backends ----------------------------------------------------------------------------
 
-
-# What attention backends can do, by class, without those derived from it: SGLang's by name, others
-# by module and name. Triton's is tested. Of the others the source was read: 0.5.23 line by
-# line, 0.5.22 by pattern. For Gemma 4 SGLang uses only version 4 of FlashAttention.
-
-# Serve prefills: an extend step writes K and V of all rows to the pools, and in a window layer each
-# row sees as many keys as Gemma 4 says, its own among them. AITER's sees one fewer in some of its
-# kernels, Ascend's has pools of its own, Intel's AMX writes K and V in decode.
-MAIN_BACKENDS = set(compat.attention.BACKENDS)
-# Run the tail: its decode step over a donor's K and V sees what the prefill's row sees. It can be
-# captured: its decode steps read only buffers that planning fills.
-TAIL_BACKENDS = {compat.attention.TRITON}
-
-# When the tail is captured and compared, the pools are not there yet.
-ALLOCATED_LATER = ServerRefusal(
-    "K and V get their memory after CUDA graphs are captured: unset "
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
-)
 NO_TAIL = ServerRefusal("no attention backend could be built for the tail")
 _SGLANG = "sglang.srt."  # its image models' classes have the same names
 
 
 def get_backend_key(backend: Any) -> str:
-    """The name of an attention backend's class in the tables."""
+    """The name of an attention backend's class in ``compat.backends``.
+
+    A class of another package is named with its module: it is not SGLang's of the same name.
+    """
     kind = type(backend)
     if kind.__module__.startswith(_SGLANG):
         return kind.__name__
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def find_backend_reason(main: Any) -> ServerRefusal | None:
-    """Why no batch may be cut on a server with this attention backend, or None."""
+def find_backend_reason(main: Any, attention: compat.backends.Attention) -> ServerRefusal | None:
+    """Return why no batch of a model may be cut on a server with this attention backend, or None.
+
+    Args:
+        main: the server's.
+        attention: what is known of attention backends for the model.
+    """
     for part in compat.attention.list_parts(main):
-        if get_backend_key(part) not in MAIN_BACKENDS:
-            name = type(part).__name__
-            return ServerRefusal(f"the attention backend {name} is not known to be right")
+        name = type(part).__name__
+        unknown = ServerRefusal(f"the attention backend {name} is not known to be right")
+        known = attention.prefills.get(get_backend_key(part))
+        if known is None:
+            return unknown
+        if known.how == compat.backends.STOCK:
+            return known.reason or unknown
     return None
 
 
 # -- pools of K and V ------------------------------------------------------------------------------
+
+# A variable of SGLang 0.5.23. When the tail is captured and compared, the pools are not there yet.
+ALLOCATED_LATER = ServerRefusal(
+    "K and V get their memory after CUDA graphs are captured: unset "
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+)
 
 
 def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:

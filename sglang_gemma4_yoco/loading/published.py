@@ -30,7 +30,7 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     current = compat.attention.get_current_backend()
     if eligibility.find_ineligible_reason(state, forward_batch) is not None:
         return False
-    return current is None or limits.get_backend_key(current) in limits.TAIL_BACKENDS
+    return current is None or limits.get_backend_key(current) in state.kind.ATTENTION.tail
 
 
 def _yoco_truncate_to_last_tokens(

@@ -101,8 +101,8 @@ def _find_runner_reason(runner: Any, model: Any) -> ServerRefusal | None:
         find_model_reason(model)
         or compat.names.find_missing(kind.SGLANG)
         or classes.find_reason(type(runner.model), runner)
-        or kind.find_unsupported_reason(model, runner.attn_backend)
-        or limits.find_backend_reason(runner.attn_backend)
+        or kind.find_unsupported_reason(model)
+        or limits.find_backend_reason(runner.attn_backend, kind.ATTENTION)
         or limits.find_pool_reason(runner.token_to_kv_pool, runner.dtype)
     )
 
@@ -111,7 +111,7 @@ def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
         tail = compat.attention.build_backend(runner, model.layers)
-        if limits.get_backend_key(tail) in limits.TAIL_BACKENDS:
+        if limits.get_backend_key(tail) in registry.find_kind(model).ATTENTION.tail:
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves

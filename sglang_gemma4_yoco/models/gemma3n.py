@@ -22,15 +22,6 @@ from sglang_gemma4_yoco.replaced import replaced
 #: The weight of the keys' norm, as in Gemma 4.
 get_key_scale = gemma4.get_key_scale
 
-TRITON_FAILS = ServerRefusal(
-    "SGLang cannot run Gemma 3n's prefills on Triton's attention, which returns heads that the "
-    "layer does not flatten (sgl-project/sglang#37515)"
-)
-FLASHINFER = ServerRefusal(
-    "FlashInfer's prefills of Gemma 3n may read other requests' K and V, or see one key less "
-    "behind a cached prefix (docs/upstream.md)"
-)
-
 _MODULE = "sglang.srt.models.gemma3n_causal"
 _causal: Any = compat.names.find_object(_MODULE)
 
@@ -49,27 +40,16 @@ SGLANG = TextModelNames(
     modules=gemma4.SGLANG.modules,
     towers=gemma4.SGLANG.towers,
 )
-MODEL_TYPE = "gemma3n"
 CUTS_MEDIA = False
 LEAVES_CAPTURED_PREFILLS = False
+MODEL_TYPES: tuple[str, ...] = ("gemma3n_text",)
+ATTENTION = compat.backends.judge(compat.backends.GEMMA3N)
 
 
-def find_unsupported_reason(model: Any, main: Any) -> ServerRefusal | None:
-    """Why this ``Gemma3nTextModel`` cannot be cut beside this attention backend, or None."""
+def find_unsupported_reason(model: Any) -> ServerRefusal | None:
+    """Return why this ``Gemma3nTextModel`` cannot be cut, or None."""
     layer, attention = _causal.Gemma3nDecoderLayer, _causal.Gemma3nAttention
-    reason = gemma4.find_donor_reason(model, layer, attention)
-    for part in compat.attention.list_parts(main):
-        reason = reason or _find_backend_reason(type(part))
-    return reason
-
-
-def _find_backend_reason(kind: type) -> ServerRefusal | None:
-    if kind.__name__ == "FlashInferAttnBackend":
-        return FLASHINFER
-    # In all releases that were tested. A tail on Triton is given flat heads (``_flatten_heads``).
-    if compat.attention.is_triton(kind):
-        return TRITON_FAILS
-    return None
+    return gemma4.find_donor_reason(model, layer, attention)
 
 
 def get_row_shape(model: Any) -> tuple[int, ...]:

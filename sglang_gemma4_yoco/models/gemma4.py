@@ -42,12 +42,13 @@ SGLANG = TextModelNames(
     modules=("sglang.srt.models.gemma3_causal",),
     towers=("vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio"),
 )
-MODEL_TYPE = "gemma4"
 CUTS_MEDIA = True
 LEAVES_CAPTURED_PREFILLS = True
+MODEL_TYPES: tuple[str, ...] = ("gemma4_text", "gemma4_unified_text")
+ATTENTION = compat.backends.judge(compat.backends.GEMMA4)
 
 
-def find_unsupported_reason(model: Any, main: Any) -> ServerRefusal | None:  # noqa: ARG001
+def find_unsupported_reason(model: Any) -> ServerRefusal | None:
     """Return why this ``Gemma4TextModel``, which has KV-shared layers, cannot be cut; or None."""
     return find_donor_reason(model, _causal.Gemma4DecoderLayer, _causal.Gemma4Attention)
 

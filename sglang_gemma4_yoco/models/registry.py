@@ -38,9 +38,9 @@ def find_kind(model: Any) -> TextModel:
     raise TypeError(f"{type(model).__name__} is not a text model that is known")
 
 
-def find_kind_by_type(model_type: str) -> TextModel | None:
-    """Return the file that knows models whose config has this ``model_type``, or None."""
+def find_kind_of_type(model_type: str) -> TextModel | None:
+    """Return the file that knows the models whose config has this ``model_type``, or None."""
     for kind in MODELS:
-        if model_type.startswith(kind.MODEL_TYPE):
+        if model_type in kind.MODEL_TYPES:
             return kind
     return None

@@ -147,13 +147,16 @@ class FrontBackend(WindowedTorchNativeBackend):
 
 
 def register_as_proven() -> None:
-    """Enter these backends in the package's tables, where the package is loaded."""
-    limits = sys.modules.get("sglang_gemma4_yoco.loading.limits")
-    windowed = f"{__name__}.{WindowedTorchNativeBackend.__name__}"
-    if limits is None or windowed in limits.TAIL_BACKENDS:
+    """Have every text model admit these backends, where the package is loaded."""
+    registry = sys.modules.get("sglang_gemma4_yoco.models.registry")
+    if registry is None:
         return
-    limits.MAIN_BACKENDS.update({windowed, f"{__name__}.{FrontBackend.__name__}"})
-    limits.TAIL_BACKENDS.add(windowed)
+    run = sys.modules["sglang_gemma4_yoco.compat.backends"].Evidence("run", ())
+    windowed = f"{__name__}.{WindowedTorchNativeBackend.__name__}"
+    for kind in registry.TEXT_MODELS.values():
+        admitted = {windowed: run, f"{__name__}.{FrontBackend.__name__}": run}
+        kind.ATTENTION.prefills.update(admitted)
+        kind.ATTENTION.tail.add(windowed)
 
 
 def _as_one_node(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

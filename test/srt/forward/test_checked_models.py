@@ -16,12 +16,12 @@ import torch
 
 from harness import stand_ins
 from harness.batches import batch_of
+from harness.breakages import BREAKAGES
+from harness.checked_models import traffic
 from harness.checking import NEW, REQUESTS, audited, checked, counted, counts
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_untouched, norms_that_add_in_place, times
 from harness.observe import assert_same_cache, run
-from scripts.bench.breakages import BREAKAGES
-from scripts.bench.checked_models import traffic
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import (
     E2B_TINY,

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
+from harness.breakages import BREAKAGES
 from harness.forwards import ENGINE, state_of
 from harness.layer_rows import FIRST_SHARED
-from scripts.bench.breakages import BREAKAGES
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import start as check

@@ -32,9 +32,10 @@ from harness.random_batches import PROPERTIES, holds
 from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n as reference
 from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco.compat import backends
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import limits, start
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -163,11 +164,13 @@ def test_a_loop_that_is_another_one() -> None:
 
 def test_flashinfer(engine: Engine) -> None:
     """It cannot run here; for other models it is not known to be right either."""
-    kind = type("FlashInferAttnBackend", (), {})
-    assert gemma3n.find_unsupported_reason(engine.text_model, kind()) == gemma3n.FLASHINFER
+    kind = type("FlashInferAttnBackend", (), {"__module__": "sglang.srt.layers.attention.a"})
+    assert limits.find_backend_reason(kind(), gemma3n.ATTENTION) == backends.FLASHINFER
     both = object.__new__(HybridAttnBackend)
     both.prefill_backend, both.decode_backend = engine.runner.attn_backend, kind()
-    assert gemma3n.find_unsupported_reason(engine.text_model, both) == gemma3n.FLASHINFER
+    assert limits.find_backend_reason(both, gemma3n.ATTENTION) == backends.FLASHINFER
+    unproven = "the attention backend FlashInferAttnBackend is not known to be right"
+    assert str(limits.find_backend_reason(kind(), gemma4.ATTENTION)) == unproven
 
 
 def test_no_exit_is_noted_in_captured_prefills(engine: Engine) -> None:

@@ -27,6 +27,7 @@ from sglang_gemma4_yoco import compat, counters, plugin
 from sglang_gemma4_yoco.commands import preflight, status
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.loading import limits, metrics, patch
+from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = [
@@ -97,7 +98,7 @@ def test_doctor_says_whose_serves(tiny_checkpoint: Path, flag: bool, refusals: l
     report, arguments = Report(), ENGINE | {compat.server.FAST_PREFILL: flag}
     args = own_fast_prefill.Arguments(model_path=str(tiny_checkpoint), **arguments)
     with own_fast_prefill.added(), releases.serving(args):
-        preflight._judge(report, {}, compat.server.read_argument)
+        preflight._judge(report, gemma4, compat.server.read_argument)
     assert report.refusals == refusals
     said = [line for line in report.lines if "this package's serves" in line]
     assert len(said) == (not flag)

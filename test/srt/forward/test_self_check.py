@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
+from harness.breakages import BREAKAGES
 from harness.checking import NEW, REQUESTS, checked, counted, find_defect, tensors_unchanged
 from harness.forwards import (
     ENGINE,
@@ -27,7 +28,6 @@ from harness.forwards import (
 )
 from harness.layer_rows import FIRST_SHARED, LAYERS
 from harness.observe import run
-from scripts.bench.breakages import BREAKAGES
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed

@@ -19,10 +19,10 @@ import pytest
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfigurator
 
 from harness.batches import batch_of
+from harness.breakages import BREAKAGES
 from harness.checking import checked, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_stock, state_of
-from scripts.bench.breakages import BREAKAGES
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import requests

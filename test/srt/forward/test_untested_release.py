@@ -16,9 +16,9 @@ import pytest
 from packaging.version import Version
 
 from harness.batches import batch_of
+from harness.breakages import BREAKAGES
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_fast, assert_stock, attention_of, outcomes, state_of
-from scripts.bench.breakages import BREAKAGES
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle

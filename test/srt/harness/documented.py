@@ -1,11 +1,13 @@
-"""The samples of docs/operating.md: what commands print, and what a server logs."""
+"""What documents say that tests compare: samples of what is printed, and names of tests."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-OPERATING = Path(__file__).resolve().parents[3] / "docs" / "operating.md"
+TESTS = Path(__file__).resolve().parents[1]
+OPERATING = TESTS.parents[1] / "docs" / "operating.md"
 
 
 def sample(name: str) -> str:
@@ -13,3 +15,16 @@ def sample(name: str) -> str:
     part = rf"<!-- sample of {name}: begin -->\n```text\n(.*?)\n```\n<!-- sample"
     [found] = re.findall(part, OPERATING.read_text(), re.DOTALL)
     return str(found)
+
+
+def missing_tests(names: Iterable[str]) -> list[str]:
+    """Of files and tests below ``test/srt``, those that are not there; ``*`` ends a name."""
+    missing = []
+    for name in names:
+        file, _, test = name.partition("::")
+        path, pattern = TESTS / f"{file}.py", "^def test_"
+        if test:
+            pattern = rf"^ *def {re.escape(test)}\(".replace(r"\*", r"\w*")
+        if not path.is_file() or not re.search(pattern, path.read_text(), re.MULTILINE):
+            missing.append(name)
+    return missing

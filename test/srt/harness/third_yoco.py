@@ -26,12 +26,13 @@ SGLANG = TextModelNames(
     },
     outer_models=(_MODULE,),
 )
-MODEL_TYPE = "third"
+MODEL_TYPES: tuple[str, ...] = ("third",)
+ATTENTION = gemma4.ATTENTION
 CUTS_MEDIA = False
 LEAVES_CAPTURED_PREFILLS = False
 
 
-def find_unsupported_reason(model: Any, main: Any) -> ServerRefusal | None:
+def find_unsupported_reason(model: Any) -> ServerRefusal | None:
     """Return why this ``ThirdTextModel``, which has KV-shared layers, cannot be cut; or None."""
     return gemma4.find_donor_reason(model, ThirdLayer, ThirdAttention)
 

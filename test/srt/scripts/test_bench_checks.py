@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.checked_models import Result
 from harness.ended import assert_killed_alone
 from harness.server import wait_until
 from scripts.bench import bench_checks
 from scripts.bench.bench_checks import ENOUGH
-from scripts.bench.checked_models import Result
 from scripts.environment import REPO
 from scripts.result_files import RESULTS
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from harness.documented import missing_tests
 from scripts import plot_prefill, result_files, tables
 from scripts.dev import version_matrix
 from sglang_gemma4_yoco import settings
@@ -31,19 +31,6 @@ def modes() -> list[list[str]]:
         _, *cells, _ = re.split(r" *(?<!\\)\| *", row)
         found.append(cells)
     return found
-
-
-def missing_tests(names: Iterable[str]) -> list[str]:
-    """Of files and tests below ``test/srt``, those that are not there; ``*`` ends a name."""
-    missing = []
-    for name in names:
-        file, _, test = name.partition("::")
-        path, pattern = REPO / "test" / "srt" / f"{file}.py", "^def test_"
-        if test:
-            pattern = rf"^ *def {re.escape(test)}\(".replace(r"\*", r"\w*")
-        if not path.is_file() or not re.search(pattern, path.read_text(), re.MULTILINE):
-            missing.append(name)
-    return missing
 
 
 @pytest.mark.parametrize("mode", modes(), ids=lambda mode: mode[0][:40])

@@ -29,6 +29,8 @@ from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import ENTRIES, CommandError, Report
 from sglang_gemma4_yoco.loading import limits, patch
+from sglang_gemma4_yoco.models import gemma3n as gemma3n_model
+from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
@@ -176,7 +178,7 @@ AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
         ({"backend": Backend.FULL, "named": "full"}, False),
         ({"installed": False}, False),
         ({"setting": False}, False),
-        ({"model_type": "gemma3n_text"}, False),
+        ({"kind": gemma3n_model}, False),
     ],
     ids=["by name", "not by name", "full", "no plugin", "switched off", "Gemma 3n"],
 )
@@ -185,12 +187,11 @@ def test_prefill_graphs(
 ) -> None:
     """As at start: named by the operator, by a plugin that is there, and not switched off."""
     backend, named = given.get("backend", Backend.BREAKABLE), given.get("named", "breakable")
-    config = {"model_type": given.get("model_type", "gemma4_text")}
     monkeypatch.setattr(patch, "installed", given.get("installed", True))
     report = Report()
     switch = settings_changed(prefill_graphs=given.get("setting", True))
     with prefill_graphs(backend, named), switch:
-        preflight._prefill_graphs(report, config)
+        preflight._prefill_graphs(report, given.get("kind", gemma4))
         if is_repaired:
             [line] = report.lines
             assert line.endswith(f"backend 'breakable': {SHORTENED}")

@@ -19,7 +19,7 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.models import gemma3n
+from sglang_gemma4_yoco.compat import backends
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
@@ -60,7 +60,7 @@ def test_alone(checkpoint: Path, said: Callable[..., list[str]]) -> None:
     """Where this fails a release has mended its fault, and the windows are to be read again."""
     engine = Engine(checkpoint, **INTERPRETED_ENGINE)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
-    assert state_of(engine).unsupported == gemma3n.TRITON_FAILS
-    assert any(gemma3n.TRITON_FAILS.text in line for line in said())
+    assert state_of(engine).unsupported == backends.TRITON_FAILS
+    assert any(backends.TRITON_FAILS.text in line for line in said())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         run(engine, engine.schedule(ONE_PROMPT), "0")

@@ -19,10 +19,10 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from harness.audited import audited
 from harness.batches import batch_of
+from harness.breakages import BREAKAGES
 from harness.forwards import INTERPRETED_ENGINE, assert_fast, state_of, times
 from harness.layer_rows import TWO_POOLS
 from harness.observe import TOLERANCE
-from scripts.bench.breakages import BREAKAGES
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Any
 
 import pytest
+from sglang.srt import plugins
 
 from sglang_gemma4_yoco import plugin, settings
+from sglang_gemma4_yoco.commands import preflight
+from sglang_gemma4_yoco.commands.main import main
+from sglang_gemma4_yoco.loading import patch
 
 
 def test_what_a_variable_says_of_its_default_is_true() -> None:
@@ -40,8 +48,6 @@ def test_load_never_raises(
 ) -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_gemma4_yoco.loading import patch
-
     def broken() -> None:
         raise RuntimeError("something else")
 
@@ -55,3 +61,39 @@ def test_load_never_raises(
     assert "something else" in record.getMessage()
     assert plugin.why_not_installed == "something else"
     assert Scheduler.get_internal_state is answers
+
+
+@pytest.fixture
+def mistype(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Have a module of this package fail when it is imported, as after a typo in it."""
+
+    def mistype(module: Any) -> None:
+        folder, _, name = module.__name__.rpartition(".")
+        monkeypatch.delattr(import_module(folder), name)
+        monkeypatch.setitem(sys.modules, module.__name__, None)
+
+    return mistype
+
+
+def test_a_typo_is_not_said_to_be_of_sglang(
+    monkeypatch: pytest.MonkeyPatch, mistype: Callable[[Any], None], not_loaded: None
+) -> None:
+    """A release that lacks something: ``server/test_load_faults``."""
+    monkeypatch.setenv(settings.SWITCH, "1")
+    mistype(patch)
+    plugin.load()
+    assert "lacks" not in str(plugin.why_not_installed)
+    assert patch.__name__ in str(plugin.why_not_installed)
+
+
+def test_a_typo_is_no_verdict_of_doctor(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mistype: Callable[[Any], None],
+) -> None:
+    monkeypatch.setattr(plugins, "load_plugins", lambda: None)
+    mistype(preflight)
+    assert main(["doctor", "--model-path", "none"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "Traceback" in printed.err

@@ -26,8 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from harness.breakages import BREAKAGES
 from harness.decode_graphs import recorded_decode_steps
-from scripts.bench.breakages import BREAKAGES
 from sglang_gemma4_reference import checkpoint, interpreter
 from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E2B_MINI, E2B_TINY, E4B_HOST, E4B_MINI
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched
