@@ -153,7 +153,7 @@ def register_as_proven() -> None:
         return
     run = sys.modules["sglang_gemma4_yoco.compat.backends"].Evidence("run", ())
     windowed = f"{__name__}.{WindowedTorchNativeBackend.__name__}"
-    for kind in registry.TEXT_MODELS.values():
+    for kind in registry.MODELS:
         admitted = {windowed: run, f"{__name__}.{FrontBackend.__name__}": run}
         kind.ATTENTION.prefills.update(admitted)
         kind.ATTENTION.tail.add(windowed)
