@@ -27,8 +27,9 @@ from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
 from sglang_gemma4_yoco.core import cut
+from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
-from sglang_gemma4_yoco.core.plan import EagerTail, Plan
+from sglang_gemma4_yoco.core.plan import EagerTail
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.replaced import replaced
 
@@ -299,19 +300,20 @@ def _compare_captured(
 ) -> Difference:
     """A captured tail's result against its layers, run eagerly on stock's rows, with padding."""
     stock = steps.stock
-    cut_layer = steps.state.cut_layer
-    embedded = stock.embedded
-    if embedded is not None:
-        embedded = embedded[stock.index, cut_layer:]
-    eager = replay.eager(
-        rows=stock.kept[_OUTPUT, cut_layer - 1],
+    inputs = {}
+    for name in ("embeds", "embedded"):
+        of_all_rows = getattr(stock, name)
+        if of_all_rows is not None:
+            inputs[name] = of_all_rows[stock.index]
+    return tail_graphs.compare_eager(
+        replay,
+        rows,
+        rows=stock.kept[_OUTPUT, steps.state.cut_layer - 1],
         positions=stock.positions[stock.index],
         requests=batch.req_pool_indices,
         lengths=batch.seq_lens,
-        embeds=stock.embeds[stock.index],
-        embedded=embedded,
+        **inputs,
     )
-    return rounding.compare(tail_graphs.TAIL, eager, rows, tail_graphs.ROUNDINGS)
 
 
 def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:

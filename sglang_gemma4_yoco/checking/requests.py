@@ -55,7 +55,7 @@ class SyntheticRequests:
     def __init__(self, runner: Any, state: ModelState, requests: Sequence[Request]) -> None:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
-        self._runner = runner
+        self._runner, self._state = runner, state
         new = _list_new_slots(requests)
         self._caches: dict[int, CachedTokens] = {}
         for layer in range(state.cut_layer + 1):
@@ -64,6 +64,7 @@ class SyntheticRequests:
 
     def run(
         self,
+        state: ModelState,
         starts: Sequence[int] | None = None,
         *,
         finishes: bool = True,
@@ -72,6 +73,7 @@ class SyntheticRequests:
         """Run one forward, which is counted nowhere.
 
         Args:
+            state: the model's, or one that was made of it: how the forward is served.
             starts: the new token from which on a request wants input logprobs; None without any.
             finishes: some request's prompt ends here.
             given: ``Run.caches`` of layers that do not run, written to the pool first.
@@ -81,8 +83,11 @@ class SyntheticRequests:
             # What is not written must not look as if it were.
             cached.write(before.get(layer, (0, 0)))
         batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
-        with counters.count_apart() as outcomes:
+        own = replace(state, planned_rows=None)  # a plan may be left by a forward that fails
+        with own.in_place(), counters.count_apart() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
+        if state.unsupported is None and own.unsupported is not None:  # no forward can be cut
+            self._state.turn_off(own.unsupported)
         caches = {layer: cached.read() for layer, cached in self._caches.items()}
         return Run(logits, caches, next(iter(outcomes), None))
 
@@ -128,11 +133,10 @@ def make_synthetic_requests(
         places += [cache[:end] for cache in runner.token_to_kv_pool.get_kv_buffer(layer)]
     if mapping is not None:
         places.append(mapping[:end])
-    each = replaced(settings, current=replace(settings.current, min_skipped_rows=1))
-    seen_by_none = replaced(state, planned_rows=None)  # a plan may be left by one that fails
+    each = settings.changed(min_skipped_rows=1)
     # SGLang's scheduler would take it for the event of a batch that it has launched.
     own_event = replaced(runner, shared_read_done_event=None)
-    with torch.no_grad(), each, seen_by_none, own_event, restore_afterwards(places):
+    with torch.no_grad(), each, own_event, restore_afterwards(places):
         for r in requests:
             table[r.row, : len(r.slots)] = r.slots.to(table.dtype)
             if mapping is not None:

@@ -70,7 +70,7 @@ def describe_state() -> dict[str, Any]:
         reason = served.unsupported
         if reason is None and counters.is_unused():
             reason = counters.NOT_CUT
-        entry |= served.report
+        entry |= asdict(served.report)
         if reason is None:
             entry |= {"cut": served.describe(), "fast_prefill": "this package"}
         else:  # no prefill is cut, so how is of no interest

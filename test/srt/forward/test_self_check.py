@@ -15,7 +15,15 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.checking import NEW, REQUESTS, checked, counted, find_defect, tensors_unchanged
+from harness.checking import (
+    NEW,
+    REQUESTS,
+    checked,
+    counted,
+    find_defect,
+    result_of_check,
+    tensors_unchanged,
+)
 from harness.forwards import (
     ENGINE,
     TWO_PROMPTS,
@@ -197,12 +205,12 @@ def test_it_is_made_once_and_the_start_line_has_its_worst_comparison(
 ) -> None:
     """After an update of weights graphs are captured anew, while prefixes are cached."""
     [line], _ = lines_of_start(engine, said)
-    first = started.report["check"]
+    first = result_of_check(started)
     assert f", checked layer by layer: at most {first['compared']} off by " in line
     with counted(engine) as forwards:
         capture(engine)
     assert forwards == []
-    assert started.report["check"] is first
+    assert started.report.check is first
 
 
 def test_a_server_that_fails_is_served_by_stock(
@@ -222,7 +230,7 @@ def test_the_operator_has_a_say(
     with counted(engine) as forwards:
         capture(engine)
     assert forwards == []
-    assert started.report["check"]["unchecked"] == check.OFF
+    assert result_of_check(started)["unchecked"] == check.OFF
     assert_fast(engine)
 
 
@@ -262,7 +270,7 @@ def test_a_server_that_cannot_be_checked_is_stock(
     )
     reason = f"{check.UNCHECKED}: it failed: InjectedError"
     assert f"is off for this server: {reason}; nothing was compared" in off
-    assert started.report["check"]["unchecked"] == "it failed: InjectedError"
+    assert result_of_check(started)["unchecked"] == "it failed: InjectedError"
     assert_stock(engine, reason)
 
 
@@ -309,7 +317,7 @@ def test_samples_are_those_of_a_server_without_the_check(
     ):
         pass
     assert len(forwards) == LAST
-    assert started.report["check"]["unchecked"] is None
+    assert result_of_check(started)["unchecked"] is None
     assert torch.equal(torch.rand(8), wanted)
 
 
