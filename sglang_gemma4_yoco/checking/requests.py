@@ -254,8 +254,7 @@ def make_prefill_batch(
         **_list_rows(requests),
     )
     batch.extend_logprob_start_lens_cpu = list(starts or batch.extend_seq_lens_cpu)
-    if compat.batch.MARKS_CHUNKS:
-        batch.contains_last_prefill_chunk = finishes
+    compat.batch.mark_chunk(batch, finishes=finishes)
     if starts is not None:
         batch.top_logprobs_nums = [0] * size
         batch.token_ids_logprobs = [None] * size

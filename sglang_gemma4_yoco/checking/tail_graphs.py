@@ -23,11 +23,11 @@ from sglang_gemma4_yoco.checking.requests import (
     Request,
     make_synthetic_requests,
 )
-from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.checking.rounding import Difference, Tolerance
 from sglang_gemma4_yoco.core import ranks
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
-TAIL, ROUNDINGS = "the captured tail", 2.0
+TAIL, _TOLERANCE = "the captured tail", Tolerance(2.0)
 DIFFERS = "no graph gives what the eager layers give"
 
 
@@ -78,7 +78,7 @@ def compare_eager(replay: Replay, found: torch.Tensor, **others: torch.Tensor | 
     Args:
         others: ``Inputs`` that replace those of the kept rows.
     """
-    return rounding.compare(TAIL, run_eagerly(replay, **others), found, ROUNDINGS)
+    return rounding.compare(TAIL, run_eagerly(replay, **others), found, _TOLERANCE)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The parts above the core, as far as it calls them, and the plan that they are given."""
+"""What the core calls of the parts above it: forwards, captured tails; and the plan of a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
