@@ -48,7 +48,7 @@ from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core import eligibility, plan, ranks
 from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.prefill_exits import exit_setup
-from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward, PrefillGraphExits
+from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward
 from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = [
@@ -371,17 +371,26 @@ def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Differen
 # ---------------------------------------------------------------- opened, and closed
 
 
-def test_rows_that_are_not_written_are_numbers(engine: Engine) -> None:
-    """SGLang's memory for them may hold anything, and what is multiplied by zero must be one."""
-    prefills = engine.runner.prefill_cuda_graph_runner
+def test_graphs_that_are_captured_anew(engine: Engine) -> None:
+    """Their exits are closed, since they were not compared.
+
+    SGLang's memory for rows that are not written may hold anything, and what is multiplied by zero
+    must be a number.
+    """
+    runner, prefills = engine.runner, engine.runner.prefill_cuda_graph_runner
     outputs = [
         output for _, output in compat.captured_prefills.list_graphs(prefills.backend).values()
     ]
     for output in outputs:
         output.fill_(torch.nan)
     new = SimpleNamespace(can_run_graph=None, execute=None, backend=copy.copy(prefills.backend))
-    PrefillGraphExits(engine.text_model, engine.runner.model.config, new)
+    with (
+        mock.patch.object(runner, "prefill_cuda_graph_runner", new),
+        exit_setup.repair_capture(runner, state_of(engine)),
+    ):
+        pass
     assert all(output.isfinite().all() for output in outputs)
+    assert state_of(engine).exits_are_open is False
 
 
 def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,14 @@ def test_no_event_of_its_own_is_left(engine: Engine) -> None:
         assert runner.shared_read_done_event is launched
 
 
+def test_a_plan_that_no_forward_has_taken(engine: Engine) -> None:
+    """It is none of the check's, and is counted when the next batch of a user is planned."""
+    state = start.get_state(engine.text_model)
+    with mock.patch.object(state, "planned_rows", 7):
+        assert checked(engine).agrees
+        assert state.planned_rows == 7
+
+
 def test_logits_that_are_no_numbers(engine: Engine) -> None:
     """Of the whole forward alone, as what a forward finds in memory is."""
     forwards = count(1)
