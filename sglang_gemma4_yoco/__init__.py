@@ -55,6 +55,7 @@ imported in compat/, and by commands that an operator runs, and nowhere else. co
     core/              the mechanism, as above
         per_layer.py       per-layer inputs split by layers and rows
         state.py           what is known of a served model
+        interfaces.py      what core calls of the parts above it
         ranks.py           tensor-parallel ranks agree
     compat/            SGLang's names, arguments, attention, pools, batches, layers and graphs
     counters.py        forwards by outcome

@@ -12,7 +12,8 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Give ``owner`` these attributes in the ``with`` block, then restore the old ones.
 
     They go into the instance's ``__dict__``, where ``nn.Module.__call__`` finds a method before the
-    class's; other instances, and the class, are untouched. ``owner`` may be a Python module.
+    class's; other instances, and the class, are untouched. ``owner`` may be a Python module. It is
+    SGLang's or PyTorch's: who wants another object of this package makes one.
     """
     own = owner.__dict__
     before: dict[str, object] = {}

@@ -5,8 +5,9 @@ this module imports neither torch nor SGLang.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
@@ -124,6 +125,17 @@ def parse(variable: str, value: str) -> bool | int | tuple[str, ...]:
 
 #: The settings of this process.
 current = Settings()
+
+
+@contextmanager
+def changed(**values: Any) -> Iterator[None]:
+    """Have these values of ``Settings``' fields in the ``with`` block, as checks need them."""
+    global current
+    before, current = current, replace(current, **values)
+    try:
+        yield
+    finally:
+        current = before
 
 
 def read(environment: Mapping[str, str]) -> Settings:

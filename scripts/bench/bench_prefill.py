@@ -267,7 +267,7 @@ def capture(engine: Any) -> None:
     releases.record_decode_steps(engine.runner)
     known = start.get_state(engine.text_model)
     if known.captured is None:
-        raise NotActiveError(f"the tail is {known.report['tail']}")
+        raise NotActiveError(f"the tail is {known.report.tail}")
     engine.runner.decode_cuda_graph_runner = None
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,12 +81,30 @@ class Inputs:
         return compat.batch.make_decode_step(self.requests, self.lengths, self.positions)
 
     def fill(self, **tensors: torch.Tensor | None) -> None:
-        """Copy these tensors into the inputs of the same names; one that is None stays so."""
+        """Copy these tensors into the inputs of the same names; one that is None stays so.
+
+        Per-layer embeddings are those of all layers, [n, L, width].
+        """
         for name, tensor in tensors.items():
             own = getattr(self, name)
-            if own is not None:
-                assert tensor is not None, name
-                own.copy_(tensor)
+            if own is None:
+                continue
+            assert tensor is not None, name
+            if name == "embedded":
+                tensor = tensor[:, -own.shape[1] :]
+            own.copy_(tensor)
+
+
+def run_layers(state: ModelState, inputs: Inputs, batch: Any) -> torch.Tensor:
+    """Run layers S-1 to L-1 and the model's norm: [rows, hidden]."""
+    model, projected = state.model, None
+    if inputs.embeds is not None:
+        projected = per_layer.project_layers(
+            model, inputs.embeds, inputs.embedded, state.cut_layer, len(model.layers)
+        )
+    # Layers add into their input in place, and padding would grow from replay to replay.
+    rows = inputs.rows.clone()
+    return state.kind.run_tail(model, state.tail_layers, batch, rows, inputs.positions, projected)
 
 
 @dataclass(frozen=True)
@@ -99,8 +116,7 @@ class Replay:
         index: [B], the kept rows.
     """
 
-    graphs: TailGraphs
-    bucket: int
+    bucket: Bucket
     inputs: Inputs
     index: torch.Tensor
     outcome: str = counters.TAIL_CAPTURED
@@ -116,131 +132,124 @@ class Replay:
         """The kept rows [B, hidden], normed, which the next replay overwrites."""
         torch.index_select(rows, 0, self.index, out=self.inputs.rows)
         torch.index_select(positions, 0, self.index, out=self.inputs.positions)
-        return self.graphs.replay(self.bucket)[: self.index.shape[0]]
+        return self.bucket.replay()[: self.index.shape[0]]
 
-    @torch.no_grad()
-    def eager(self, **others: torch.Tensor | None) -> torch.Tensor:
-        """Run the captured layers eagerly, padding included: [B, hidden], normed.
 
-        Args:
-            others: ``Inputs`` that replace those of the kept rows.
-        """
-        kept, graphs = self.index.shape[0], self.graphs
-        inputs = graphs.inputs[self.bucket].change(torch.clone)
-        inputs.first(kept).fill(**others)
-        batch = inputs.make_decode_step()
-        batch.seq_lens_sum = int(inputs.lengths.sum())
-        attention = graphs.attention
-        with attention.running(batch, {}, attention.plan(batch, {})):
-            return graphs._layers(inputs, batch)[:kept]
+class Bucket:
+    """The tail of so many rows, captured in one graph.
+
+    Attributes:
+        inputs: what the graph reads, of so many rows.
+    """
+
+    def __init__(self, tail: TailGraphs, rows: int) -> None:
+        self.state, self.rows, self.inputs = tail.state, rows, tail.inputs[rows]
+        self._tail = tail
+        # The decode step that is captured; the graph reads the tensors that it holds.
+        self._batch = self.inputs.make_decode_step()
+
+    def capture(self) -> None:
+        """Capture the graph."""
+        self._plan_attention()
+        self._tail.captured.capture_one(self.rows, self._run)
+
+    def plan(self, live: Any, index: torch.Tensor) -> Replay:
+        """Plan the rows ``index`` [B] of a batch, one of each request."""
+        rows = index.shape[0]
+        inputs = self._tail.inputs[rows]
+        inputs.fill(requests=live.req_pool_indices, lengths=live.seq_lens)
+        if rows < self.rows:
+            self.inputs.requests[rows:].zero_()
+            self.inputs.lengths[rows:].fill_(1)
+        try:
+            self._plan_attention(live)
+        finally:
+            self._tail.backend.forward_metadata = None  # a graph reads its buffers alone
+        return Replay(self, inputs, index)
+
+    def replay(self) -> torch.Tensor:
+        """Replay the graph once it is planned: [rows, hidden], which the next replay overwrites."""
+        output: torch.Tensor = self._tail.captured.replay(self.rows, None)
+        return output
+
+    def _plan_attention(self, live: Any | None = None) -> None:
+        """Plan in the buffers that the graph reads; ``live`` is None before the capture."""
+        backend = self._tail.backend
+        with compat.attention.widen_window(backend):
+            if live is not None:
+                self._batch.kv_loc_plan = live.kv_loc_plan
+            backend.init_forward_metadata_out_graph(self._batch, in_capture=live is None)
+
+    def _run(self) -> torch.Tensor:
+        with compat.attention.use_backend(self._tail.backend):
+            return run_layers(self.state, self.inputs, self._batch)
 
 
 class TailGraphs:
     """The captured tail of one model.
 
     Attributes:
+        buckets: by number of rows.
         inputs: by number of rows, the static inputs of so many.
+        backend: the tail's attention backend.
+        captured: SGLang's graph backend, which has the graphs by number of rows.
     """
 
     def __init__(self, runner: Any, state: ModelState) -> None:
         """Allocate the inputs."""
         assert state.attention is not None
-        self.state = state
-        self.attention = state.attention
-        self._backend = state.attention.tail
+        self.state, self.backend = state, state.attention.tail
         self._decode_steps = compat.decode_graphs.get_captured_steps(runner)
         assert self._decode_steps is not None, "the tail is captured after them"
         # No more rows than the operator has set, and than requests can run at a time.
         most = runner.req_to_token_pool.size
         if settings.current.graph_rows is not None:
             most = min(most, settings.current.graph_rows)
-        self._buckets = tuple(rows for rows in (1, 2, 4, 8, 16, 32) if rows <= most)
-        self._inputs = Inputs.of(runner, state, self._decode_steps.buffers, self._buckets[-1])
-        self.inputs = [self._inputs.first(rows) for rows in range(self._buckets[-1] + 1)]
-        # By bucket the decode step that is captured; a replay reads the tensors that it holds.
-        self._batches: dict[int, Any] = {}
-        self._captured = compat.decode_graphs.make_graph_backend(self._decode_steps)
+        self._sizes = [rows for rows in (1, 2, 4, 8, 16, 32) if rows <= most]
+        self._inputs = Inputs.of(runner, state, self._decode_steps.buffers, self._sizes[-1])
+        self.inputs = [self._inputs.first(rows) for rows in range(self._sizes[-1] + 1)]
+        self.buckets: dict[int, Bucket] = {}
+        self.captured = compat.decode_graphs.make_graph_backend(self._decode_steps)
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The buckets, ascending."""
-        return tuple(sorted(self._batches))
+        """The buckets' numbers of rows, ascending."""
+        return tuple(sorted(self.buckets))
 
     @torch.no_grad()
     def capture(self) -> None:
         """Capture all, the largest first; when this raises, ``close`` is still due."""
         # Without drafts, for whose verification SGLang allocates masks, which no tail reads.
-        without_drafts = replaced(self._backend, num_draft_tokens=None)
-        with without_drafts, compat.attention.widen_window(self._backend):
-            self._backend.init_cuda_graph_state(self._buckets[-1], self._buckets[-1])
+        without_drafts = replaced(self.backend, num_draft_tokens=None)
+        with without_drafts, compat.attention.widen_window(self.backend):
+            self.backend.init_cuda_graph_state(self._sizes[-1], self._sizes[-1])
         try:
-            with compat.decode_graphs.capture_session(self._decode_steps, self._captured):
-                for bucket in reversed(self._buckets):
-                    self._batches[bucket] = self.inputs[bucket].make_decode_step()
-                    self._plan_captured(bucket)
-                    self._captured.capture_one(bucket, partial(self._tail, bucket))
+            with compat.decode_graphs.capture_session(self._decode_steps, self.captured):
+                for rows in reversed(self._sizes):
+                    self.buckets[rows] = bucket = Bucket(self, rows)
+                    bucket.capture()
         except BaseException:
-            compat.decode_graphs.end_failed_capture(self._inputs.rows.device, self._captured)
+            compat.decode_graphs.end_failed_capture(self._inputs.rows.device, self.captured)
             raise
         finally:
-            self._backend.forward_metadata = None
+            self.backend.forward_metadata = None
 
     def close(self) -> None:
         """Free all graphs, and the backend's buffers for them."""
-        self._batches.clear()
-        self._captured.cleanup()
-        for name in [name for name in vars(self._backend) if name.startswith("cuda_graph_")]:
-            delattr(self._backend, name)
+        self.buckets.clear()
+        self.captured.cleanup()
+        for name in [name for name in vars(self.backend) if name.startswith("cuda_graph_")]:
+            delattr(self.backend, name)
 
-    def drop(self, bucket: int) -> None:
-        """Replay this one no longer: the next larger one has room for its rows."""
-        del self._batches[bucket]
+    def drop(self, rows: int) -> None:
+        """Replay this bucket no longer: the next larger one has room for its rows."""
+        del self.buckets[rows]
 
-    def bucket_for(self, kept: KeptRows) -> int | None:
+    def bucket_for(self, kept: KeptRows) -> Bucket | None:
         """The smallest bucket with room for these rows, if they are one per request."""
         if not kept.one_per_request:
             return None
-        return min((rows for rows in self._batches if rows >= kept.count), default=None)
-
-    def plan(self, live: Any, index: torch.Tensor, bucket: int) -> Replay:
-        """Plan the rows ``index`` [B] of a batch, one of each request, for a graph."""
-        rows = index.shape[0]
-        inputs = self.inputs[rows]
-        inputs.fill(requests=live.req_pool_indices, lengths=live.seq_lens)
-        if rows < bucket:
-            self._inputs.requests[rows:].zero_()
-            self._inputs.lengths[rows:].fill_(1)
-        try:
-            self._plan_captured(bucket, live)
-        finally:
-            self._backend.forward_metadata = None  # a graph reads its buffers alone
-        return Replay(self, bucket, inputs, index)
-
-    def _plan_captured(self, bucket: int, live: Any | None = None) -> None:
-        """Plan in the buffers that the graph reads; ``live`` is None before the capture."""
-        batch = self._batches[bucket]
-        with compat.attention.widen_window(self._backend):
-            if live is not None:
-                batch.kv_loc_plan = live.kv_loc_plan
-            self._backend.init_forward_metadata_out_graph(batch, in_capture=live is None)
-
-    def replay(self, bucket: int) -> torch.Tensor:
-        """Replay a planned graph: [bucket, hidden], normed, which the next replay overwrites."""
-        output: torch.Tensor = self._captured.replay(bucket, None)
-        return output
-
-    def _tail(self, bucket: int) -> torch.Tensor:
-        with compat.attention.use_backend(self._backend):
-            return self._layers(self.inputs[bucket], self._batches[bucket])
-
-    def _layers(self, inputs: Inputs, batch: Any) -> torch.Tensor:
-        """Layers S-1 to L-1 and the model's norm: [rows, hidden]."""
-        model, projected = self.state.model, None
-        if inputs.embeds is not None:
-            projected = per_layer.project_layers(
-                model, inputs.embeds, inputs.embedded, self.state.cut_layer, len(model.layers)
-            )
-        # Layers add into their input in place, and padding would grow from replay to replay.
-        rows = inputs.rows.clone()
-        layers = self.state.tail_layers
-        return self.state.kind.run_tail(model, layers, batch, rows, inputs.positions, projected)
+        sizes = [rows for rows in self.buckets if rows >= kept.count]
+        if not sizes:
+            return None
+        return self.buckets[min(sizes)]

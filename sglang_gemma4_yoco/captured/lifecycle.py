@@ -60,7 +60,7 @@ def find_reason(runner: Any, state: ModelState) -> str | None:
 def drop_tail(state: ModelState, reason: str = NOT_YET) -> None:
     """Run the tail eagerly from now on, for this reason; free what was captured."""
     captured, state.captured = state.captured, None
-    state.report["tail"] = f"eager ({reason})"
+    state.report.tail = f"eager ({reason})"
     if captured is not None:
         captured.close()
 
@@ -102,7 +102,7 @@ def _capture_and_check(runner: Any, state: ModelState, check_graphs: _Check) -> 
     reason = ranks.find_difference(f"replayed: {tail.rows}, {reason}") or reason
     if reason is not None:
         return reason
-    state.report["tail"] = f"captured for up to {tail.rows[-1]} rows"
+    state.report.tail = f"captured for up to {tail.rows[-1]} rows"
     log.log_once(
         f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "
         f"{', '.join(map(str, tail.rows))} rows in {seconds:.1f} s"

@@ -18,7 +18,8 @@ from sglang_gemma4_yoco.checking import exit_check, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core import ranks
-from sglang_gemma4_yoco.core.plan import EagerTail, Plan, make_eager_tail
+from sglang_gemma4_yoco.core.interfaces import Forward, Plan
+from sglang_gemma4_yoco.core.plan import EagerTail, make_eager_tail
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail_batch import rewrite_batch
 from sglang_gemma4_yoco.refusal import ServerRefusal
@@ -79,7 +80,7 @@ class Auditor:
         self._state = state
         self._turns, self._strict = Turns(every), settings.current.audit_strict
 
-    def __call__(self, forward: Any, plan: Plan, output: Any) -> Any:
+    def __call__(self, forward: Forward, plan: Plan, output: Any) -> Any:
         """Audit it in its turn; returns what the model continues with instead of ``output``."""
         try:
             if self._turns.take(plan.outcome):
@@ -88,7 +89,7 @@ class Auditor:
             self._end(failure)
         return output
 
-    def _audit(self, forward: Any, plan: Plan, output: Any) -> Any:
+    def _audit(self, forward: Forward, plan: Plan, output: Any) -> Any:
         """Audit one forward; if this fails, ``output`` is as it was, and K and V are complete."""
         rows = compat.layers.get_rows(output)
         fast = rows.clone()  # stock may run in the memory that holds them
@@ -116,7 +117,7 @@ class Auditor:
         log.log_failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
         traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
 
-    def _run_again(self, forward: Any, plan: Plan) -> tuple[list[Difference], Any]:
+    def _run_again(self, forward: Forward, plan: Plan) -> tuple[list[Difference], Any]:
         """What was found of the cut on stock's rows, and what stock gives."""
         stock, found = Stock(plan.tail.index), list[Difference]()
         with layerwise.watch_stock(self._state, stock, self._state.cut_layer):

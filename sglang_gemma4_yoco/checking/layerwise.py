@@ -24,11 +24,12 @@ import torch
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
-from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.checking.rounding import Difference, Tolerance
 from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
 from sglang_gemma4_yoco.core import cut
+from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
-from sglang_gemma4_yoco.core.plan import EagerTail, Plan
+from sglang_gemma4_yoco.core.plan import EagerTail
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.replaced import replaced
 
@@ -39,22 +40,28 @@ _ATTENTION = "attention"
 _MEAN = "mean of the values"
 _OUTPUT = "output"
 _FINAL = "normed output"
+_KEYS = "keys"
+_VALUES = "values"
+_LOGITS = "logits"
 
-# Root mean square of r roundings on each side: 0.27 * sqrt(r). A GPU may sum a product in up to 16
-# parts, and round the sum after each: 8 more of the whole sum's size.
-_ROUNDINGS = {
-    _INPUTS: 1.0,  # r = 5 + 8: projected, scaled, normed, added, scaled
-    _INPUT: 1.0,
-    _QUERIES: 1.0,  # r = 3 + 8: projected, normed, turned
-    _ATTENTION: 1.0,  # weights and sums, for each part of the keys
-    _MEAN: 1.0,
-    _OUTPUT: 1.5,  # four sums of the residual, beside what is added: of three products
-    _FINAL: 2.0,  # that of a layer, normed
-}
 # Values are normed to size 1, so a sum of them is off by some eps of fp32 even where they cancel.
-_OF_VALUES = 4 * rounding.EPS
-_OF_KEYS = 1.0  # as queries
-_OF_LOGITS = 3.0  # of rows that are off by the last layer's roundings and the norm's
+_OF_VALUES = 4.0
+# Root mean square of r roundings on each side: 0.27 * sqrt(r). A GPU may sum a product in up to 16
+# parts, and round the sum after each: 8 more of the whole sum's size. So r is 5 + 8 of per-layer
+# inputs (projected, scaled, normed, added, scaled), and 3 + 8 of queries and keys (projected,
+# normed, turned).
+_TOLERANCES = {
+    _INPUTS: Tolerance(),
+    _INPUT: Tolerance(),
+    _QUERIES: Tolerance(),
+    _ATTENTION: Tolerance(of_rows=True, floor=_OF_VALUES, scores=True),
+    _MEAN: Tolerance(of_rows=True, floor=_OF_VALUES),
+    _OUTPUT: Tolerance(1.5, adds=True),  # four sums of the residual, of three products
+    _FINAL: Tolerance(2.0),  # that of a layer, normed
+    _KEYS: Tolerance(),
+    _VALUES: Tolerance(),
+    _LOGITS: Tolerance(3.0, of_rows=True),  # of rows off by the last layer's and the norm's
+}
 
 #: Called with a step, its layer and its rows, which may be overwritten.
 _Visit = Callable[[str, int, torch.Tensor], None]
@@ -254,30 +261,13 @@ class _StepComparer:
     def _compare(
         self, step: str, layer: int, expected: torch.Tensor, found: torch.Tensor
     ) -> Difference:
-        size, besides, independent = None, 0.0, None
-        given = self.stock.kept.get((_OUTPUT, layer - 1))
-        if step in (_ATTENTION, _MEAN):
-            least = _OF_VALUES / rounding.get_unit(expected)
-            size = rounding.measure_sizes(expected, dim=-1).clamp_min(least)
-        if step == _ATTENTION:
-            besides = self._of_scores(layer)
-            # The weights of the keys are rounded for all channels of a head alike.
-            independent = expected[..., 0].numel()
-        elif step == _OUTPUT and given is not None:
-            # Sums of the residual have the input's size too, scaled as the layer scales its output.
-            scale = expected.float().abs().median() / given.float().abs().median().clamp_min(1e-30)
-            size = torch.hypot(
-                rounding.measure_sizes(expected), scale * rounding.measure_sizes(given)
-            )
-        return rounding.compare(
-            f"{step} of layer {layer}",
-            expected,
-            found,
-            _ROUNDINGS[step],
-            size=size,
-            besides=besides,
-            independent=independent,
-        )
+        tolerance, of_scores, given = _TOLERANCES[step], 0.0, None
+        if tolerance.scores:
+            of_scores = self._of_scores(layer)
+        if tolerance.adds:
+            given = self.stock.kept.get((_OUTPUT, layer - 1))
+        what = f"{step} of layer {layer}"
+        return rounding.compare(what, expected, found, tolerance, of_scores=of_scores, given=given)
 
     def _of_scores(self, layer: int) -> float:
         """The relative error of attention's output that the sums of its scores cause.
@@ -290,9 +280,7 @@ class _StepComparer:
         attention = self.layers[layer].self_attn.attn
         keys = self.state.kind.get_key_scale(self.layers[attention.layer_id]).abs().max()
         norms = queries.float().norm(dim=-1).max()
-        eps = rounding.EPS
-        if queries.is_cuda and queries.dtype == torch.float32:
-            eps = rounding.TF32 / math.sqrt(width)
+        eps = rounding.get_eps_of_scores(queries)
         return float(2 * eps * attention.scaling * norms * keys * math.sqrt(width))
 
 
@@ -301,21 +289,20 @@ def _compare_captured(
 ) -> Difference:
     """A captured tail's result against its layers, run eagerly on stock's rows, with padding."""
     stock = steps.stock
-    cut_layer = steps.state.cut_layer
-    embeds, embedded = stock.embeds, stock.embedded
-    if embeds is not None:
-        embeds = embeds[stock.index]
-    if embedded is not None:
-        embedded = embedded[stock.index, cut_layer:]
-    eager = replay.eager(
-        rows=stock.kept[_OUTPUT, cut_layer - 1],
+    inputs = {}
+    for name in ("embeds", "embedded"):
+        of_all_rows = getattr(stock, name)
+        if of_all_rows is not None:
+            inputs[name] = of_all_rows[stock.index]
+    return tail_graphs.compare_eager(
+        replay,
+        rows,
+        rows=stock.kept[_OUTPUT, steps.state.cut_layer - 1],
         positions=stock.positions[stock.index],
         requests=batch.req_pool_indices,
         lengths=batch.seq_lens,
-        embeds=embeds,
-        embedded=embedded,
+        **inputs,
     )
-    return rounding.compare(tail_graphs.TAIL, eager, rows, tail_graphs.ROUNDINGS)
 
 
 def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:
@@ -343,11 +330,11 @@ def compare_keys_and_values(
     layer: int, expected: KeysAndValues, found: KeysAndValues
 ) -> list[Difference]:
     """K and V of a layer in the pool compared, each [rows, kv_heads, head_dim]."""
-    place = f"of layer {layer} in the pool"
-    return [
-        rounding.compare(f"keys {place}", expected[0], found[0], _OF_KEYS),
-        rounding.compare(f"values {place}", expected[1], found[1], _OF_KEYS),
-    ]
+    differences = []
+    for what, one, other in zip((_KEYS, _VALUES), expected, found, strict=True):
+        place = f"{what} of layer {layer} in the pool"
+        differences.append(rounding.compare(place, one, other, _TOLERANCES[what]))
+    return differences
 
 
 def compare_logits(
@@ -357,5 +344,4 @@ def compare_logits(
 
     They are computed from ``rows``, whose type determines the rounding, not that of the logits.
     """
-    size = expected.float().square().mean(dim=-1, keepdim=True).sqrt()
-    return rounding.compare("logits", expected, found, _OF_LOGITS, size=size, rounded=rows)
+    return rounding.compare(_LOGITS, expected, found, _TOLERANCES[_LOGITS], rounded=rows)

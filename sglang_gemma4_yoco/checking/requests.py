@@ -65,6 +65,7 @@ class SyntheticRequests:
 
     def run(
         self,
+        state: ModelState,
         starts: Sequence[int] | None = None,
         *,
         finishes: bool = True,
@@ -73,6 +74,7 @@ class SyntheticRequests:
         """Run one forward, which is counted nowhere.
 
         Args:
+            state: the model's, or one that was made of it: how the forward is served.
             starts: the new token from which on a request wants input logprobs; None without any.
             finishes: some request's prompt ends here.
             given: ``Run.caches`` of layers that do not run, written to the pool first.
@@ -82,11 +84,14 @@ class SyntheticRequests:
             # What is not written must not look as if it were.
             cached.write(before.get(layer, (0, 0)))
         batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
-        own = Counters(logs=False)
-        with replaced(self._state, counters=own):
+        # A plan may be left by a forward that fails.
+        own = replace(state, planned_rows=None, counters=Counters(logs=False))
+        with own.in_place():
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
+        if state.unsupported is None and own.unsupported is not None:  # no forward can be cut
+            self._state.turn_off(own.unsupported)
         caches = {layer: cached.read() for layer, cached in self._caches.items()}
-        return Run(logits, caches, next(iter(own.forwards), None))
+        return Run(logits, caches, next(iter(own.counters.forwards), None))
 
     def others_changed(self) -> bool:
         """Whether any slot that is not for a new token of these has been written to."""
@@ -130,11 +135,10 @@ def make_synthetic_requests(
         places += [cache[:end] for cache in runner.token_to_kv_pool.get_kv_buffer(layer)]
     if mapping is not None:
         places.append(mapping[:end])
-    each = replaced(settings, current=replace(settings.current, min_skipped_rows=1))
-    seen_by_none = replaced(state, planned_rows=None)  # a plan may be left by one that fails
+    each = settings.changed(min_skipped_rows=1)
     # SGLang's scheduler would take it for the event of a batch that it has launched.
     own_event = replaced(runner, shared_read_done_event=None)
-    with torch.no_grad(), each, seen_by_none, own_event, restore_afterwards(places):
+    with torch.no_grad(), each, own_event, restore_afterwards(places):
         for r in requests:
             table[r.row, : len(r.slots)] = r.slots.to(table.dtype)
             if mapping is not None:
@@ -251,8 +255,7 @@ def make_prefill_batch(
         **_list_rows(requests),
     )
     batch.extend_logprob_start_lens_cpu = list(starts or batch.extend_seq_lens_cpu)
-    if compat.batch.MARKS_CHUNKS:
-        batch.contains_last_prefill_chunk = finishes
+    compat.batch.mark_chunk(batch, finishes=finishes)
     if starts is not None:
         batch.top_logprobs_nums = [0] * size
         batch.token_ids_logprobs = [None] * size

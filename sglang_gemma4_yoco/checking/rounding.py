@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-EPS = torch.finfo(torch.float32).eps
+_EPS = torch.finfo(torch.float32).eps
 # Sums are in fp32 whatever the type: one of 4096 numbers is off by about sqrt(4096) = 64 eps.
-_OF_SUMS = 64 * EPS
-TF32 = 2.0**-10  # to which Triton's products round fp32 on a GPU
+_OF_SUMS = 64 * _EPS
+_TF32 = 2.0**-10  # to which Triton's products round fp32 on a GPU
 # Bound of one row, in bounds of all rows: it has few numbers, so the error of one weighs more.
 _ONE_ROW = 6.0
 # Bounds of the part of N errors that makes all numbers larger or smaller. Roundings go up and down,
@@ -30,12 +30,44 @@ _FLOOR = 0.25
 _TINY = torch.finfo(torch.float32).tiny  # instead of 0, to divide by
 
 
+def _multiplies_in_tf32(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype == torch.float32
+
+
 def get_unit(tensor: torch.Tensor) -> float:
     """The relative size of one rounding: eps of the type, and that of sums in fp32."""
     eps = torch.finfo(tensor.dtype).eps
-    if tensor.is_cuda and tensor.dtype == torch.float32:
-        eps = TF32
+    if _multiplies_in_tf32(tensor):
+        eps = _TF32
     return eps + _OF_SUMS
+
+
+def get_eps_of_scores(queries: torch.Tensor) -> float:
+    """How far products of queries [..., head_dim] and keys, summed up in fp32, may be off."""
+    if _multiplies_in_tf32(queries):
+        return _TF32 / math.sqrt(queries.shape[-1])
+    return _EPS
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How much of the errors of a step may be rounding.
+
+    Attributes:
+        roundings: how large their root mean square may be, in units of the type.
+        of_rows: they are relative to the size of their row, that of one head for example, and not
+            to that of their channel.
+        floor: the size that a row has at least, in eps of fp32.
+        scores: rows are weighted with a softmax of scores: each weight is rounded for all channels
+            of a row alike, and the errors of its score come to it.
+        adds: the step adds to its input, whose size the errors have too.
+    """
+
+    roundings: float = 1.0
+    of_rows: bool = False
+    floor: float = 0.0
+    scores: bool = False
+    adds: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,11 +105,10 @@ def compare(
     what: str,
     expected: torch.Tensor,
     found: torch.Tensor,
-    roundings: float,
+    tolerance: Tolerance,
     *,
-    size: torch.Tensor | None = None,
-    besides: float = 0.0,
-    independent: int | None = None,
+    of_scores: float = 0.0,
+    given: torch.Tensor | None = None,
     rounded: torch.Tensor | None = None,
 ) -> Difference:
     """The worst error of ``found``: of all its numbers, of one row, and what they share.
@@ -85,31 +116,44 @@ def compare(
     It is read from the device. Both are [..., channels], of one type.
 
     Args:
-        roundings: how large the root mean square may be, in units of the type.
-        size: [rows, channels] or a part of it, what errors are relative to; None for the root mean
-            square of each channel.
-        besides: a relative error that has another reason than rounding.
-        independent: how many errors are independent of each other; None for those of all numbers.
+        of_scores: a relative error that comes of the scores' errors.
+        given: [..., channels], the input that the step adds to, if it does.
         rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from rows
             of bf16. None for ``expected``.
     """
     if rounded is None:
         rounded = expected
-    if size is None:
-        size = measure_sizes(expected)
-    size = size.clamp_min(_TINY)
+    unit = get_unit(rounded)
+    size = _measure(expected, given, tolerance, unit)
     right = expected.float().flatten(0, -2)
     error = (found.float().flatten(0, -2) - right) / size
     right = right / size
     of_rows = error.square().mean(dim=-1)
     drift = (error * right).mean() / right.square().mean().sqrt().clamp_min(_TINY)
     errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs()])
-    bound = roundings * get_unit(rounded)
-    few = _OF_FEW / math.sqrt(independent or error.numel())
-    bounds = (bound, _ONE_ROW * bound, (_DRIFT + few) * bound)
+    independent = error.numel()
+    if tolerance.scores:
+        independent = len(error)
+    bound = tolerance.roundings * unit
+    bounds = (bound, _ONE_ROW * bound, (_DRIFT + _OF_FEW / math.sqrt(independent)) * bound)
     numbers = errors.nan_to_num(math.inf, posinf=math.inf).tolist()
     both = zip(numbers, bounds, strict=True)
-    return find_worst(Difference(what, error, allowed + besides) for error, allowed in both)
+    return find_worst(Difference(what, error, allowed + of_scores) for error, allowed in both)
+
+
+def _measure(
+    expected: torch.Tensor, given: torch.Tensor | None, tolerance: Tolerance, unit: float
+) -> torch.Tensor:
+    """What the errors of [..., channels] are relative to: [rows, 1] or [1, channels]."""
+    over = 0
+    if tolerance.of_rows:
+        over = -1
+    size = measure_sizes(expected, dim=over)
+    if given is not None:
+        # Scaled as the layer scales its output.
+        scale = expected.float().abs().median() / given.float().abs().median().clamp_min(_TINY)
+        size = torch.hypot(size, scale * measure_sizes(given))
+    return size.clamp_min(max(tolerance.floor * _EPS / unit, _TINY))
 
 
 def measure_sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,10 +24,10 @@ from sglang_gemma4_yoco.checking import layerwise, requests, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.requests import NotComparableError, Run, SyntheticRequests
 from sglang_gemma4_yoco.checking.rounding import Difference
-from sglang_gemma4_yoco.core.forward import EagerForward, serve_forward
+from sglang_gemma4_yoco.core.forward import serve_forward
+from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
-from sglang_gemma4_yoco.core.plan import Plan
-from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.state import ModelState, get_state
 from sglang_gemma4_yoco.refusal import ServerRefusal
 from sglang_gemma4_yoco.replaced import replaced
 
@@ -137,9 +137,9 @@ class BothPaths:
         self._starts = [*lens[:-1], 0]
         self._starts[0] = 2
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
-        as_stock = replaced(state, unsupported=ServerRefusal("it is being compared"))
-        with layerwise.watch_stock(state, stock, first=0), as_stock:
-            run = synthetic.run(self._starts)
+        as_stock = replace(state, unsupported=ServerRefusal("it is being compared"))
+        with layerwise.watch_stock(state, stock, first=0):
+            run = synthetic.run(as_stock, self._starts)
         if not stock.layer_inputs:
             raise NotComparableError(NOT_SEEN)
         if not run.logits.isfinite().all():
@@ -158,14 +158,14 @@ class BothPaths:
         """
         lens = self._requests.lens
         captured = self._state.captured
+        eager = replace(self._state, captured=None)
         last = KeptRows.suffixes(lens, lens)
         suffixes = KeptRows.suffixes(lens, lens, self._starts)
-        with replaced(self._state, captured=None):
-            found = self._on_stocks_rows(last)
-            found += self._on_stocks_rows(suffixes, self._starts)
-            found += self._on_stocks_rows(last, finishes=False)
+        found = self._on_stocks_rows(eager, last)
+        found += self._on_stocks_rows(eager, suffixes, self._starts)
+        found += self._on_stocks_rows(eager, last, finishes=False)
         if captured is not None and captured.bucket_for(last) is not None:
-            found += self._on_stocks_rows(last)
+            found += self._on_stocks_rows(self._state, last)
         found += self._as_served()
         if self._requests.others_changed():
             found.append(rounding.make_defect(OTHERS_SLOTS))
@@ -176,57 +176,56 @@ class BothPaths:
         for number in _OTHER_NUMBERS:
             if number <= runner.max_running_requests:
                 same = [self._requests.requests[0]] * number
-                SyntheticRequests(runner, self._state, same).run()
+                SyntheticRequests(runner, self._state, same).run(self._state)
 
     def _on_stocks_rows(
         self,
+        state: ModelState,
         kept: KeptRows,
         starts: Sequence[int] | None = None,
         *,
         finishes: bool = True,
     ) -> list[Difference]:
-        """Run the cut on stock's rows, and compare; by the captured tail, if there is one."""
-        state, stock, found = self._state, self._stock.of_rows(kept.indices), list[Difference]()
-        at_cut = stock.layer_inputs[state.cut_layer]
-        forward = EagerForward(state, stock.positions, None, at_cut.clone)
-
-        def fast(plan: Plan) -> torch.Tensor:
-            rows, compared = layerwise.run_on_stocks_rows(state, plan, stock)
-            found.extend(compared)
-            return rows
+        """Run the cut on stock's rows, and compare; by the state's captured tail, if it has one."""
+        forward = _OnStocksRows(state, self._stock.of_rows(kept.indices))
 
         # SGLang calls it with these by place or by name.
         def run(input_ids: Any, positions: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:  # noqa: ARG001
-            return serve_forward(state, forward_batch, forward)
+            return serve_forward(get_state(state.model), forward_batch, forward)
 
-        with replaced(forward, fast=fast), replaced(state.model, forward=run):
-            seen, before = self._cut(starts, self._before_cut, finishes=finishes)
-        found += before
+        with replaced(state.model, forward=run):
+            seen, before = self._cut(state, starts, self._before_cut, finishes=finishes)
+        found = forward.found + before
         replays = state.captured is not None
         if replays and seen.outcome != counters.TAIL_CAPTURED:
             raise NotComparableError(NOT_REPLAYED)
         if finishes and not replays:  # a captured tail is not given stock's steps
-            found.append(layerwise.compare_logits(self._logits, seen.logits, rows=at_cut))
+            rows = self._stock.layer_inputs[state.cut_layer]
+            found.append(layerwise.compare_logits(self._logits, seen.logits, rows=rows))
         return found
 
     def _as_served(self) -> list[Difference]:
-        """Run a whole forward, with stock's rows before the cut."""
+        """Run a whole forward as it will serve, but with stock's rows before the cut."""
         state, given = self._state, self._stock.layer_inputs
 
         def force(number: int, _: Any, __: Any, call: dict[str, Any]) -> None:
             state.kind.view_rows(call["hidden_states"]).copy_(given[number])
 
         with layerwise.call_before_layers(state, range(state.cut_layer), force):
-            seen, found = self._cut(None)
+            seen, found = self._cut(state)
         if not seen.logits.isfinite().all():
             found.append(rounding.make_defect(NO_NUMBERS))
         return found
 
     def _cut(
-        self, starts: Sequence[int] | None, given: Mapping[int, Any] | None = None, **kind: bool
+        self,
+        state: ModelState,
+        starts: Sequence[int] | None = None,
+        given: Mapping[int, Any] | None = None,
+        **kind: bool,
     ) -> tuple[Run, list[Difference]]:
         """Run a forward that must be cut; its K and V of layers before the cut are compared."""
-        run = self._requests.run(starts, given=given, **kind)
+        run = self._requests.run(state, starts, given=given, **kind)
         if run.outcome == counters.FAILED:
             raise FastPathError
         if run.outcome not in counters.CUT:
@@ -235,3 +234,27 @@ class BothPaths:
         for layer, expected in self._before_cut.items():
             found += layerwise.compare_keys_and_values(layer, expected, run.caches[layer])
         return run, found
+
+
+@dataclass
+class _OnStocksRows:
+    """A forward whose layers before the cut have computed what stock's have; a ``Forward``.
+
+    Attributes:
+        known: what stock computes.
+        found: what its steps have shown, once it has run.
+    """
+
+    state: ModelState
+    known: Stock
+    found: list[Difference] = field(default_factory=list)
+    is_replay: ClassVar[bool] = False
+
+    def fast(self, plan: Plan) -> torch.Tensor:
+        """Run the cut, and compare: [T, hidden]."""
+        rows, self.found = layerwise.run_on_stocks_rows(self.state, plan, self.known)
+        return rows
+
+    def stock(self) -> torch.Tensor:
+        """Return something finite, since nothing of this forward is compared."""
+        return self.known.layer_inputs[self.state.cut_layer].clone()

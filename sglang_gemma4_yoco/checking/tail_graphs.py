@@ -15,30 +15,31 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.captured.graphs import Inputs, TailGraphs
+from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco.captured.graphs import Inputs, Replay, TailGraphs
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.requests import (
     NotComparableError,
     Request,
     make_synthetic_requests,
 )
-from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.checking.rounding import Difference, Tolerance
 from sglang_gemma4_yoco.core import ranks
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
-TAIL, ROUNDINGS = "the captured tail", 2.0
+TAIL, _TOLERANCE = "the captured tail", Tolerance(2.0)
 DIFFERS = "no graph gives what the eager layers give"
 
 
-def check_graphs(graphs: TailGraphs, runner: Any) -> str | None:
+def check_graphs(tail: TailGraphs, runner: Any) -> str | None:
     """Compare every graph with the eager layers, and drop those that differ, on all ranks.
 
     Returns:
         Why none of them may be used, or None.
     """
-    for size in graphs.rows:  # ascending: the next one then has the padding of a dropped one's rows
+    for size in tail.rows:  # ascending: the next one then has the padding of a dropped one's rows
         try:
-            largest = rounding.find_worst(compare_graph(graphs, runner, size))
+            largest = rounding.find_worst(compare_graph(tail, runner, size))
         except NotComparableError as why:
             return str(why)
         agrees = largest.is_rounding
@@ -50,25 +51,48 @@ def check_graphs(graphs: TailGraphs, runner: Any) -> str | None:
             )
         differ = ranks.find_difference(f"the graph for {size} rows agrees: {agrees}")
         if not agrees or differ is not None:
-            graphs.drop(size)
-    if not graphs.rows:
+            tail.drop(size)
+    if not tail.rows:
         return DIFFERS
     return None
 
 
-def compare_graph(graphs: TailGraphs, runner: Any, size: int) -> list[Difference]:
+def compare_graph(tail: TailGraphs, runner: Any, size: int) -> list[Difference]:
     """Compare the graph for ``size`` rows with the eager layers: with most padding, and none."""
     generator = torch.Generator(runner.device).manual_seed(size)
-    fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
-    found = []
-    with make_synthetic_requests(runner, graphs.state) as synthetic:
+    fewest = max((rows for rows in tail.rows if rows < size), default=0) + 1
+    bucket, found = tail.buckets[size], list[Difference]()
+    with make_synthetic_requests(runner, tail.state) as synthetic:
         for rows in sorted({fewest, size}):
-            inputs = graphs.inputs[rows]
+            inputs = tail.inputs[rows]
             _fill_inputs(inputs, synthetic.requests, generator)
-            replay = graphs.plan(inputs.make_decode_step(), torch.arange(rows), size)
-            captured = graphs.replay(size)[:rows]
-            found.append(rounding.compare(TAIL, replay.eager(), captured, ROUNDINGS))
+            replay = bucket.plan(inputs.make_decode_step(), torch.arange(rows))
+            captured = bucket.replay()[:rows]
+            found.append(compare_eager(replay, captured))
     return found
+
+
+def compare_eager(replay: Replay, found: torch.Tensor, **others: torch.Tensor | None) -> Difference:
+    """Compare what a replay has given, [B, hidden], with the same layers, run eagerly.
+
+    Args:
+        others: ``Inputs`` that replace those of the kept rows.
+    """
+    return rounding.compare(TAIL, run_eagerly(replay, **others), found, _TOLERANCE)
+
+
+@torch.no_grad()
+def run_eagerly(replay: Replay, **others: torch.Tensor | None) -> torch.Tensor:
+    """Run the captured layers eagerly, padding included: [B, hidden], normed."""
+    bucket, kept = replay.bucket, replay.index.shape[0]
+    inputs = bucket.inputs.change(torch.clone)
+    inputs.first(kept).fill(**others)
+    batch = inputs.make_decode_step()
+    batch.seq_lens_sum = int(inputs.lengths.sum())
+    attention = bucket.state.attention
+    assert attention is not None
+    with attention.running(batch, {}, attention.plan(batch, {})):
+        return graphs.run_layers(bucket.state, inputs, batch)[:kept]
 
 
 def _fill_inputs(inputs: Inputs, requests: Sequence[Request], generator: torch.Generator) -> None:

@@ -12,6 +12,12 @@ ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.
 MARKS_CHUNKS = hasattr(ForwardBatch, "contains_last_prefill_chunk")
 
 
+def mark_chunk(batch: Any, *, finishes: bool) -> None:
+    """Mark a batch with whether some prompt ends in it, where SGLang marks its own."""
+    if MARKS_CHUNKS:
+        batch.contains_last_prefill_chunk = finishes
+
+
 def get_captured_hidden_states() -> Any:
     """Return which hidden states every batch of this server returns, whatever its requests want."""
     return forward_batch_info.get_server_return_hidden_states_mode()

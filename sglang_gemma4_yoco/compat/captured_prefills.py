@@ -46,9 +46,9 @@ class ExitPoint(NamedTuple):
 
 
 def are_named() -> bool:
-    """Return True if the operator has named these graphs; SGLang may choose them by itself."""
+    """Return True if these graphs are on because the operator has named them, not SGLang."""
     named = getattr(server.get_published_arguments(), "cuda_graph_backend_prefill", None)
-    return bool(named == BREAKABLE)
+    return named == BREAKABLE == server.get_cuda_graph_backend("prefill")
 
 
 @contextmanager
@@ -128,7 +128,6 @@ def replay_to_exit(graph: Any) -> ExitPoint:
     return point
 
 
-def list_graphs(prefills: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
+def list_graphs(backend: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
     """By bucket the graph, and its output [bucket, hidden], which the next replay overwrites."""
-    backend = prefills.backend
     return {bucket: (graph, backend._outputs[bucket]) for bucket, graph in backend._graphs.items()}

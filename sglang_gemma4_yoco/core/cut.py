@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
-from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
 
 OTHER_INPUTS = "the model is called without per-layer embeddings"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import worth
+from sglang_gemma4_yoco.core.interfaces import Bucket
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.refusal import Refusal
@@ -66,7 +67,7 @@ class Eligible(NamedTuple):
 
     kept: KeptRows
     is_intermediate_chunk: bool
-    bucket: int | None
+    bucket: Bucket | None
 
 
 def find_ineligible_reason(state: ModelState, forward_batch: Any) -> Refusal | None:
@@ -88,7 +89,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refus
     """
     # The mode comes first, because it refuses most of the ineligible batches.
     reason = _check_mode(forward_batch.forward_mode) or state.unsupported
-    if reason is None and state.replayed_exits is None and state.is_capturing():
+    if reason is None and state.replayed_batch is None and state.is_capturing():
         reason = CAPTURING
     reason = reason or _check_fields(state, forward_batch) or _check_lengths(forward_batch)
     if reason is not None:
@@ -99,7 +100,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refus
         bucket = state.captured.bucket_for(kept)
     eligible = Eligible(kept, intermediate, bucket)
     reason = _check_rows(state, forward_batch, eligible)
-    if reason is None and state.replayed_exits is not None:
+    if reason is None and state.replayed_batch is not None:
         reason = _check_exit(state, eligible)
     return reason or eligible
 
@@ -216,7 +217,7 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> Re
 
 def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
     """Return why a batch that may be cut does not leave SGLang's captured prefill, or None."""
-    if not state.replayed_exits.are_open:
+    if not state.exits_are_open:
         return EXITS_CLOSED
     if eligible.is_intermediate_chunk:
         return None

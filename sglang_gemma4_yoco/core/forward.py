@@ -18,14 +18,14 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import cut, plan
+from sglang_gemma4_yoco.core.interfaces import Forward, Plan
 from sglang_gemma4_yoco.core.model import NotCuttableError
-from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -35,22 +35,6 @@ GIVEN_UP = ServerRefusal(_FAILS, level=logging.ERROR)
 # How a text model's forward names the embeddings that its caller has made; and how many parameters
 # of its own the wrapper has, all before that one.
 _EMBEDS, _OF_WRAPPER = "input_embeds", 4
-
-
-class Forward(Protocol):
-    """A forward that can be run on either path.
-
-    Attributes:
-        is_replay: SGLang runs it by a captured prefill, whose memory its output is in.
-    """
-
-    is_replay: ClassVar[bool]
-
-    def fast(self, plan: Plan) -> Any:
-        """Run it on the fast path; returns the model's output."""
-
-    def stock(self) -> Any:
-        """Run it as stock, from the state in which it began; returns the model's output."""
 
 
 def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:

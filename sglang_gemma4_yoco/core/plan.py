@@ -12,31 +12,12 @@ import torch
 
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.interfaces import Plan, TailRunner
 from sglang_gemma4_yoco.core.per_layer import Buffers
-from sglang_gemma4_yoco.core.state import ModelState, TailRunner
+from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
 from sglang_gemma4_yoco.refusal import Refusal
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A batch that is cut.
-
-    Attributes:
-        batch: SGLang's ``ForwardBatch``.
-        tail: its kept rows, and the batch as the tail sees it.
-        attention: the tail's attention backend.
-        runner: runs the tail, whose attention is already planned; None for an intermediate chunk,
-            no row of which is read.
-        outcome: the name under which ``counters`` counts the forward.
-    """
-
-    batch: Any
-    tail: TailBatch
-    attention: TailBackend
-    runner: TailRunner | None
-    outcome: str
 
 
 @dataclass(frozen=True)
@@ -76,11 +57,12 @@ NOT_PLANNED = Refusal("the tail's attention was not planned for this batch")
 # -- once for each batch ---------------------------------------------------------------------------
 
 
-def plan_batch(state: ModelState, forward_batch: Any) -> None:
+def plan_batch(model: Any, forward_batch: Any) -> None:
     """Decide on a batch whose attention SGLang has planned, and store the decision on it.
 
     If that fails, the failure is stored, and the batch's forward counts it as any other.
     """
+    state: ModelState = model.__dict__[STATE_ENTRY]  # the attached one, or a check's own
     planned_again = getattr(forward_batch, PLAN_ENTRY, None) is not None
     try:
         if state.planned_rows is not None and not planned_again:
@@ -107,12 +89,12 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
     runner: TailRunner | None = None
     outcome = counters.TAIL_SKIPPED
     if eligible.bucket is not None:
-        runner = state.captured.plan(forward_batch, tail.index, eligible.bucket)
+        runner = eligible.bucket.plan(forward_batch, tail.index)
     elif not eligible.is_intermediate_chunk:
         runner = make_eager_tail(state, forward_batch, tail)
     if runner is not None:
         outcome = runner.outcome
-    if state.replayed_exits is not None:
+    if state.replayed_batch is not None:
         outcome = counters.AT_EXITS[outcome]
     return Plan(forward_batch, tail, attention, runner, outcome)
 
@@ -143,7 +125,7 @@ def take_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
         return decided
     if isinstance(decided, Exception):
         raise decided
-    if state.replayed_exits is None and state.is_capturing():
+    if state.replayed_batch is None and state.is_capturing():
         return eligibility.CAPTURING
     if compat.attention.get_current_backend() is not decided.attention.main:
         return NOT_PLANNED

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco.core.interfaces import AfterCut, CapturedTail
 from sglang_gemma4_yoco.core.model import TextModel
-from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
+from sglang_gemma4_yoco.core.per_layer import can_be_split
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.counters import Counters, served
 from sglang_gemma4_yoco.refusal import ServerRefusal
+from sglang_gemma4_yoco.replaced import replaced
 
 #: Where a model has its ``ModelState``.
 STATE_ENTRY = "_yoco_state"
@@ -24,24 +26,21 @@ STATE_ENTRY = "_yoco_state"
 _attached: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
 
-class TailRunner(Protocol):
-    """Runs the tail of one planned batch."""
+@dataclass
+class Report:
+    """What /server_info says of one model, from the parts that use its state; None if unknown.
 
-    @property
-    def outcome(self) -> str:
-        """The name under which ``counters`` counts its forward."""
+    Attributes:
+        tail: how the tail runs.
+        check: the result of the check at start.
+        exits: whether prefills that SGLang has captured may be cut.
+        exits_check: the result of their check.
+    """
 
-    @property
-    def buffers(self) -> Buffers | None:
-        """The memory from which it projects its per-layer inputs; None if it is given them."""
-
-    def run(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        get_inputs: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor:
-        """The kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
+    tail: str | None = None
+    check: dict[str, Any] | None = None
+    exits: str | None = None
+    exits_check: dict[str, Any] | None = None
 
 
 @dataclass(eq=False)
@@ -54,34 +53,34 @@ class ModelState:
     Attributes:
         model: SGLang's text model.
         kind: the file of ``models/`` that knows it.
-        unsupported: why none of its batches is cut, or None. Checks replace it for a moment.
+        unsupported: why none of its batches is cut, or None.
         attention: the tail's own backend; None if ``unsupported``.
-        captured: the captured tail (``captured.graphs.TailGraphs``), if there is one.
+        captured: the captured tail, if there is one.
         is_capturing: whether the current forward is being captured in a CUDA graph.
-        replayed_exits: while SGLang replays a captured prefill, its ``PrefillGraphExits``.
-        after_cut: called with each forward that was cut, its plan and its output; returns the
-            output for the model. None if there is nothing to do.
+        replayed_batch: the batch that SGLang serves by a captured prefill now, if it does.
+        exits_are_open: whether captured prefills may be cut; None where none has an exit.
+        after_cut: called after each forward that was cut; None if there is nothing to do.
         failures_in_a_row: of the fast path.
         serves: whether it was set up, so that the server may have requests.
         planned_rows: rows of a batch that is to be cut, until the model's forward takes its plan.
-        report: entries for /server_info, by key, from the parts that use this object.
-        counters: count its forwards: this process's, and a check's own while that runs.
+        counters: count its forwards: this process's, or a check's own.
     """
 
     model: Any
     kind: TextModel
     unsupported: ServerRefusal | None
     attention: TailBackend | None = None
-    captured: Any = None
-    replayed_exits: Any = None
+    captured: CapturedTail | None = None
     is_capturing: Callable[[], bool] = compat.attention.is_capturing
-    after_cut: Callable[[Any, Any, Any], Any] | None = None
+    replayed_batch: Any = None
+    exits_are_open: bool | None = None
+    after_cut: AfterCut | None = None
     failures_in_a_row: int = 0
     serves: bool = False
     planned_rows: int | None = None
-    report: dict[str, Any] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
     counters: Counters = served
-    _patches: ExitStack = field(default_factory=ExitStack)
+    _patches: ExitStack = field(default_factory=ExitStack, init=False)
 
     @cached_property
     def splits_per_layer_inputs(self) -> bool:
@@ -118,13 +117,24 @@ class ModelState:
             described += f", the tail's by {tail}"
         return described
 
-    def attach(self, plan_batch: Callable[[ModelState, Any], None]) -> None:
-        """Become the state of the model; ``plan_batch`` gets each batch that SGLang has planned."""
+    def attach(self, plan_batch: Callable[[Any, Any], None]) -> None:
+        """Become the state of the model.
+
+        Args:
+            plan_batch: called with the model and each batch that SGLang has planned.
+        """
         self.model.__dict__[STATE_ENTRY] = self
         _attached.add(self)
         if self.attention is not None:
-            follow = self.attention.call_after_planning(partial(plan_batch, self))
+            follow = self.attention.call_after_planning(partial(plan_batch, self.model))
             self._patches.enter_context(follow)
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Serve the model by this state in the ``with`` block, in place of the attached one.
+
+        A check runs forwards by states of its own, made of the attached one with ``replace``.
+        """
+        return replaced(self.model, **{STATE_ENTRY: self})
 
     def close(self) -> None:
         """Leave the runner's backend and the model as they were."""
@@ -135,15 +145,6 @@ class ModelState:
     def on_close(self, callback: Callable[[], object]) -> None:
         """Have ``callback`` called when this closes."""
         self._patches.callback(callback)
-
-    @contextmanager
-    def calling(self, after_cut: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
-        """In the ``with`` block ``after_cut`` is called, and no prefill is audited."""
-        audits, self.after_cut = self.after_cut, after_cut
-        try:
-            yield
-        finally:
-            self.after_cut = audits
 
     def turn_off(self, refusal: ServerRefusal) -> None:
         """Cut no further batch, and log why."""
@@ -172,6 +173,12 @@ def first_shared_layer(config: Any) -> int | None:
 def find_state(model: Any) -> ModelState | None:
     """The state of ``model``, if it has one."""
     state: ModelState | None = model.__dict__.get(STATE_ENTRY)
+    return state
+
+
+def get_state(model: Any) -> ModelState:
+    """The state of ``model``, which has one."""
+    state: ModelState = model.__dict__[STATE_ENTRY]
     return state
 
 

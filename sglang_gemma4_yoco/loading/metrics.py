@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, compat, counters
-from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
+from sglang_gemma4_yoco.core.state import ModelState, Report, get_attached_state
 from sglang_gemma4_yoco.counters import Outcome, served
 from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, ServerRefusal
@@ -55,12 +55,12 @@ def describe_state() -> dict[str, Any]:
     """
     state = get_attached_state()
     reason = _find_inactive_reason(state)
-    report: Mapping[str, Any] = {}
+    report = Report()
     if state is not None:
         report = state.report
     cut = tail = exits = fast_prefill = None  # where no prefill is cut, how is of no interest
     if state is not None and reason is None:
-        cut, tail, exits = state.describe(), report.get("tail"), report.get("exits")
+        cut, tail, exits = state.describe(), report.tail, report.exits
         fast_prefill = "this package"
     if state is not None and state.unsupported is limits.SGLANG_SERVES:
         fast_prefill = "SGLang"
@@ -76,8 +76,8 @@ def describe_state() -> dict[str, Any]:
             "cut": cut,
             "tail": tail,
             "exits": exits,
-            "check": report.get("check"),
-            "exits_check": report.get("exits_check"),
+            "check": report.check,
+            "exits_check": report.exits_check,
             "forwards": forwards,
             "rows": served.rows,
             "audits": asdict(served.audits),

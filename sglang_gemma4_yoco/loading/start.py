@@ -240,7 +240,7 @@ def _check_start(runner: Any, state: ModelState) -> Checked:
             raise
         log.log_failure("Gemma 4 fast prefill: its self-check could not be run", failure)
         checked = Checked(unchecked=f"it failed: {type(failure).__name__}")
-    state.report["check"] = checked.to_json()
+    state.report.check = checked.to_json()
     differ = ranks.find_difference(f"agrees with stock: {checked.agrees}")
     if state.unsupported is not None:  # a forward of the check could not be cut, and has said why
         return checked

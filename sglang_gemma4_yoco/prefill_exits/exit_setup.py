@@ -12,12 +12,12 @@ from typing import Any
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking import exit_check
-from sglang_gemma4_yoco.checking import start as start_check
-from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.prefill_exits.graph_exits import PrefillGraphExits, get_exits
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.prefill_exits.graph_exits import PrefillGraphExits
+
+#: Where SGLang's runner of captured prefills has its exits.
+EXITS_ENTRY = "_yoco_exits"
 
 
 def is_repaired() -> bool:
@@ -25,10 +25,8 @@ def is_repaired() -> bool:
 
     The operator must have named these graphs. A newer SGLang may not need it.
     """
-    if not settings.current.prefill_graphs or compat.release.is_newer_than_tested():
-        return False
-    backend = compat.server.get_cuda_graph_backend("prefill")
-    return backend == compat.captured_prefills.BREAKABLE and compat.captured_prefills.are_named()
+    is_tested = not compat.release.is_newer_than_tested()
+    return settings.current.prefill_graphs and is_tested and compat.captured_prefills.are_named()
 
 
 @contextmanager
@@ -51,8 +49,9 @@ def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
     try:
         prefills = compat.server.get_captured_prefills(runner)
         # Where SGLang has captured decode steps alone, prefills are those of an earlier capture.
-        if prefills is not None and get_exits(runner) is None:
-            PrefillGraphExits(state, config, prefills)
+        if prefills is not None and not hasattr(prefills, EXITS_ENTRY):
+            setattr(prefills, EXITS_ENTRY, PrefillGraphExits(state.model, config, prefills))
+            state.exits_are_open = False
             # Without the state nothing would know how to serve by them.
             state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))
     except Exception:
@@ -62,29 +61,19 @@ def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
 
 
 def open_exits(runner: Any, state: ModelState) -> None:
-    """Open the exits of what SGLang has captured, if they agree with stock; before it serves.
-
-    Raises:
-        Exception: the check failed, and exits are closed.
-    """
-    exits = get_exits(runner)
-    if exits is None:
+    """Open the exits of what SGLang has captured, if they agree with stock; before it serves."""
+    if state.exits_are_open is None:
         return
-    for _, output in exits.graphs.values():
-        output.zero_()  # rows that are not written any more must at least be finite
-    checked = start_check.NOT_WANTED
-    if settings.current.self_check:
-        with replaced(exits, are_open=True):  # what is checked leaves by them
-            checked = Checked(exit_check.check_exits(runner, state))
-    state.report["exits_check"] = checked.to_json()
+    checked = exit_check.check_exits(runner, state)
+    state.report.exits_check = checked.to_json()
     # A rank that leaves a graph would wait for one that runs it to its end.
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
-    exits.are_open = checked.agrees and differ is None
-    if exits.are_open:
+    state.exits_are_open = checked.agrees and differ is None
+    if state.exits_are_open:
         fact, level = f"open after segment {state.cut_layer + 1}", logging.INFO
     else:
         reason = differ or f"the check found {checked.worst}"
         remedy = "--cuda-graph-backend-prefill=disabled shortens prefills"
         fact, level = f"closed: {reason}; {remedy}", logging.ERROR
-    state.report["exits"] = fact
+    state.report.exits = fact
     log.log_once(f"Gemma 4 fast prefill: exits from captured prefills are {fact}", level)

@@ -22,52 +22,43 @@ from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core.eligibility import is_multimodal
 from sglang_gemma4_yoco.core.forward import serve_forward
-from sglang_gemma4_yoco.core.plan import Plan
-from sglang_gemma4_yoco.core.state import ModelState
-
-#: Where SGLang's runner of captured prefills has its exits.
-EXITS_ENTRY = "_yoco_exits"
+from sglang_gemma4_yoco.core.interfaces import Plan
+from sglang_gemma4_yoco.core.state import ModelState, get_state
 
 
 class PrefillGraphExits:
-    """The exits of one model's captured prefills, one for each bucket; all are open, or none.
+    """The exits of one model's captured prefills, one for each bucket.
 
     SGLang's runner of captured prefills calls it for as long as it exists, and it alone holds it:
-    graphs that SGLang drops are freed. Open or closed, it keeps media out of them.
+    graphs that SGLang drops are freed. It also keeps media out of them, whatever is cut.
     """
 
-    def __init__(self, state: ModelState, config: Any, prefills: Any) -> None:
-        """They are closed; ``config`` is the multimodal model's, ``prefills`` SGLang's runner."""
-        self.are_open = False
-        self._state, self._config = state, config
-        self._batch: Any = None  # that SGLang serves by a captured prefill now
+    def __init__(self, model: Any, config: Any, prefills: Any) -> None:
+        """``config`` is the multimodal model's, ``prefills`` SGLang's runner."""
+        self._model = model
+        self._embed = partial(compat.captured_prefills.embed_text, model, config)
+        self._graphs = compat.captured_prefills.list_graphs(prefills.backend)
+        for _, output in self._graphs.values():
+            output.zero_()  # rows that are not written any more must at least be finite
         prefills.can_run_graph = partial(self._can_run_graph, prefills.can_run_graph)
         prefills.execute = partial(self._execute, prefills.execute)
         prefills.backend.replay = partial(self._replay, prefills.backend.replay)
-        setattr(prefills, EXITS_ENTRY, self)
-        self.graphs = compat.captured_prefills.list_graphs(prefills)
 
     def _can_run_graph(self, stock: Callable[[Any], bool], forward_batch: Any) -> bool:
         return not is_multimodal(forward_batch) and bool(stock(forward_batch))
 
     def _execute(self, stock: Callable[..., Any], forward_batch: Any, **kwargs: Any) -> Any:
-        self._batch, self._state.replayed_exits = forward_batch, self
+        state = get_state(self._model)
+        state.replayed_batch = forward_batch
         try:
             return stock(forward_batch, **kwargs)
         finally:
-            self._batch = self._state.replayed_exits = None
+            state.replayed_batch = None
 
     def _replay(self, stock: Callable[..., Any], bucket: Any, batch: Any, **kwargs: Any) -> Any:
-        to_its_end = partial(stock, bucket, batch, **kwargs)
-        forward = ExitForward(self._state, self._config, *self.graphs[bucket], batch, to_its_end)
-        return serve_forward(self._state, self._batch, forward)
-
-
-def get_exits(runner: Any) -> PrefillGraphExits | None:
-    """Return the exits of what SGLang has captured; None if nothing was, or without the repair."""
-    prefills = compat.server.get_captured_prefills(runner)
-    exits: PrefillGraphExits | None = getattr(prefills, EXITS_ENTRY, None)
-    return exits
+        state, to_its_end = get_state(self._model), partial(stock, bucket, batch, **kwargs)
+        forward = ExitForward(state, self._embed, *self._graphs[bucket], batch, to_its_end)
+        return serve_forward(state, state.replayed_batch, forward)
 
 
 @dataclass
@@ -75,7 +66,7 @@ class ExitForward:
     """A forward that SGLang runs by a captured prefill."""
 
     state: ModelState
-    config: Any  # of the multimodal model
+    embed: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]  # ``embed_text`` of this model
     graph: Any
     output: torch.Tensor  # [bucket, hidden], written by the graph, and on every path
     #: SGLang's static batch, which the graph reads: the live one's tokens first, up to the bucket.
@@ -97,23 +88,9 @@ class ExitForward:
         if plan.runner is not None:
             assert isinstance(plan.runner, Replay)
             index = plan.tail.index
-            plan.runner.inputs.fill(**self.embed(self.batch.input_ids, index))
+            # Anew: the graph's own embeddings are overwritten by now.
+            embeds, embedded = self.embed(self.batch.input_ids.index_select(0, index))
+            plan.runner.inputs.fill(embeds=embeds, embedded=embedded)
             rows = plan.runner.run(point.rows, self.batch.positions, None)
             self.output.index_copy_(0, index, rows)
         return self.output
-
-    def embed(self, ids: torch.Tensor, index: torch.Tensor) -> dict[str, Any]:
-        """Embed the kept rows anew: the graph's own embeddings are overwritten by now.
-
-        Args:
-            ids: [T].
-            index: [B], the kept rows.
-
-        Returns:
-            The inputs of a captured tail that are made of ids.
-        """
-        kept = ids.index_select(0, index)
-        embeds, embedded = compat.captured_prefills.embed_text(self.state.model, self.config, kept)
-        if embedded is not None:
-            embedded = embedded[:, self.state.cut_layer :]
-        return {"embeds": embeds, "embedded": embedded}

@@ -10,9 +10,10 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from sglang.benchmark.one_batch import TreeCacheNamespace
@@ -63,22 +64,20 @@ SWITCHED_OFF = Refusal("switched off for the span")
 def switched(value: str) -> AbstractContextManager[object]:
     """The fast path on (``1``) or off (``0``) for the span."""
     # Whichever copy of the package is under test.
-    from sglang_gemma4_yoco import replaced
     from sglang_gemma4_yoco.core import state
 
     span = ExitStack()
     if value == "0":
-        for model in list(state._attached):  # an earlier engine may still be in memory
-            span.enter_context(replaced.replaced(model, unsupported=SWITCHED_OFF))
+        for known in list(state._attached):  # an earlier engine may still be in memory
+            span.enter_context(mock.patch.object(known, "unsupported", SWITCHED_OFF))
     return span
 
 
 def settings_changed(**values: Any) -> AbstractContextManager[None]:
     """Other settings of the package in the span, by their fields."""
     from sglang_gemma4_yoco import settings
-    from sglang_gemma4_yoco.replaced import replaced
 
-    return replaced(settings, current=replace(settings.current, **values))
+    return settings.changed(**values)
 
 
 def reset_log() -> None:

@@ -41,13 +41,13 @@ from harness.observe import (
     both_ways,
     run,
 )
-from sglang_gemma4_reference import releases
+from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_reference.recorder import tensors_in
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
-from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
 from sglang_gemma4_yoco.checking import requests, rounding, tail_graphs
 from sglang_gemma4_yoco.core import cut, ranks
 from sglang_gemma4_yoco.core.state import ModelState
@@ -93,7 +93,8 @@ assert_replayed = partial(assert_fast, replays=True)
 
 def why_eager(engine: Engine) -> str:
     """Why its tail is not captured, as /server_info has it."""
-    reported: str = start.get_state(engine.text_model).report["tail"]
+    reported = start.get_state(engine.text_model).report.tail
+    assert reported is not None
     assert reported.startswith("eager (")
     return reported[len("eager (") : -1]
 
@@ -104,19 +105,19 @@ def why_eager(engine: Engine) -> str:
 @contextmanager
 def rows_swapped_in_graphs(static_input: str) -> Iterator[None]:
     """What is captured in the span takes one of its inputs from another row."""
-    layers = TailGraphs._layers
+    run_layers = graphs.run_layers
     field = {"requests": "req_pool_indices", "lengths": "seq_lens"}.get(static_input)
 
-    def captured(self: TailGraphs, inputs: graphs.Inputs, batch: Any) -> torch.Tensor:
-        if not any(batch is own for own in self._batches.values()):  # it is run eagerly
-            return layers(self, inputs, batch)
+    def captured(state: ModelState, inputs: graphs.Inputs, batch: Any) -> torch.Tensor:
+        if not recorder.is_recording():  # it is run eagerly
+            return run_layers(state, inputs, batch)
         swapped = getattr(inputs, static_input).flip(0)
         if field is not None:
             with replaced(batch, **{field: swapped}):
-                return layers(self, inputs, batch)
-        return layers(self, dataclasses.replace(inputs, **{static_input: swapped}), batch)
+                return run_layers(state, inputs, batch)
+        return run_layers(state, dataclasses.replace(inputs, **{static_input: swapped}), batch)
 
-    with mock.patch.object(TailGraphs, "_layers", captured):
+    with mock.patch.object(graphs, "run_layers", captured):
         yield
 
 
@@ -173,13 +174,13 @@ def test_one_graph_that_rounds_otherwise(
 def watched_replays(tail: TailGraphs) -> Iterator[list[dict[str, torch.Tensor]]]:
     """Yields what lay in a graph's static inputs, for each replay of the span."""
     seen: list[dict[str, torch.Tensor]] = []
-    replay = tail._captured.replay
+    replay = tail.captured.replay
 
     def noting(size: int, batch: Any) -> Any:
         seen.append({name: t[:size].clone() for name, t in vars(tail._inputs).items()})
         return replay(size, batch)
 
-    with replaced(tail._captured, replay=noting):
+    with replaced(tail.captured, replay=noting):
         yield seen
 
 
@@ -235,7 +236,7 @@ def test_its_graphs_have_a_memory_pool_of_their_own(engine: Engine, known: Model
     """In SGLang's pool, memory that is free while one of its graphs is captured may be in use."""
     with recorded_decode_steps(engine) as decode_steps:
         assert isinstance(known.captured, TailGraphs)
-        ours = known.captured._captured
+        ours = known.captured.captured
         assert ours is not decode_steps.backend
         assert ours._pool is not decode_steps.backend._pool
 
@@ -279,7 +280,7 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     held = [weakref.ref(record_tail(engine, MOST))]
     assert isinstance(known.captured, TailGraphs)
     assert buffers() == ["cuda_graph_kv_indices"]
-    batches = known.captured._batches.values()
+    batches = [bucket._batch for bucket in known.captured.buckets.values()]
     assert [getattr(batch, "residual_stream", None) for batch in batches] == [None] * 3
     assert_replayed(engine, TWO_PROMPTS)
     gc.collect()
@@ -322,7 +323,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
     defect = mock.Mock(return_value=[rounding.make_defect("the captured tail")])
     with monkeypatch.context() as broken:
         if fails == "capture":
-            broken.setattr(TailGraphs, "_tail", mock.Mock(side_effect=InjectedError))
+            broken.setattr(Bucket, "_run", mock.Mock(side_effect=InjectedError))
         elif fails == "a proof":
             broken.setattr(tail_graphs, "compare_graph", defect)
         else:
@@ -382,15 +383,15 @@ def test_garbage_is_not_collected_during_a_capture(
     engine: Engine, known: ModelState, monkeypatch: pytest.MonkeyPatch, collects: bool
 ) -> None:
     """As in SGLang's own captures, unless --enable-cudagraph-gc is set."""
-    frozen, seen, stock = [False], list[bool](), TailGraphs._tail
+    frozen, seen, stock = [False], list[bool](), Bucket._run
 
-    def tail(captured: TailGraphs, bucket: int) -> torch.Tensor:
+    def run(bucket: Bucket) -> torch.Tensor:
         seen.append(frozen[-1])
-        return stock(captured, bucket)
+        return stock(bucket)
 
     monkeypatch.setattr(gc, "freeze", partial(frozen.append, True))
     monkeypatch.setattr(gc, "unfreeze", partial(frozen.append, False))
-    monkeypatch.setattr(TailGraphs, "_tail", tail)
+    monkeypatch.setattr(Bucket, "_run", run)
     with arguments_are(enable_cudagraph_gc=collects):
         record_tail(engine, MOST)
     assert set(seen) == {not collects}
@@ -431,7 +432,7 @@ def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> No
     for t in declared:
         if t.data_ptr() != tail._inputs.rows.data_ptr():
             without_rows.append(t)
-    for rows, graph in tail._captured.graphs.items():
+    for rows, graph in tail.captured.graphs.items():
         assert len(graph) > 20 * (LAYERS - FIRST_CUT)
         assert graph.undeclared(declared, planned) == [], rows
         assert len(graph.undeclared(without_rows, planned)) == 1
@@ -448,13 +449,13 @@ def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: Tai
 
 def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> None:
     """So that a key more or less in a window shows."""
-    reached, stock = [], graphs.Replay.eager
+    reached, stock = [], tail_graphs.run_eagerly
 
-    def eager(replay: graphs.Replay) -> torch.Tensor:
+    def run_eagerly(replay: graphs.Replay) -> torch.Tensor:
         reached.append(int(replay.inputs.lengths.max()))
         return stock(replay)
 
-    with mock.patch.object(graphs.Replay, "eager", eager):
+    with mock.patch.object(tail_graphs, "run_eagerly", run_eagerly):
         tail_graphs.check_graphs(tail, engine.runner)
     assert min(reached) > E2B_TINY.sliding_window
 
@@ -467,7 +468,7 @@ def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
 ) -> None:
     """They have captured theirs, and wait in its collectives for this one."""
     with (
-        mock.patch.object(TailGraphs, "_tail", side_effect=InjectedError),
+        mock.patch.object(Bucket, "_run", side_effect=InjectedError),
         mock.patch.object(compat.server, "is_single_rank", return_value=False),
         pytest.raises(InjectedError),
     ):

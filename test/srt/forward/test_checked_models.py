@@ -18,7 +18,7 @@ from harness import stand_ins
 from harness.batches import batch_of
 from harness.breakages import BREAKAGES
 from harness.checked_models import traffic
-from harness.checking import NEW, REQUESTS, audited, checked, counted, counts
+from harness.checking import NEW, REQUESTS, audited, checked, counted, counts, result_of_check
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_untouched, norms_that_add_in_place, times
 from harness.observe import assert_same_cache, run
@@ -31,7 +31,7 @@ from sglang_gemma4_reference.checkpoint import (
 )
 from sglang_gemma4_reference.engine import Engine, reset_log, switched
 from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
@@ -73,7 +73,7 @@ def tail_of(engine: Engine) -> TailGraphs:
 
 
 def test_what_is_right_agrees(captured: Engine) -> None:
-    found = start.get_state(captured.text_model).report["check"]
+    found = result_of_check(start.get_state(captured.text_model))
     assert found["largest_difference"] < 0.5 * found["allowed"]
     assert tail_of(captured).rows
     assert start.get_state(captured.text_model).unsupported is None
@@ -120,10 +120,10 @@ def test_a_captured_tail_that_is_not_replayed(
 ) -> None:
     """Nothing is known of it then."""
 
-    def plan_eagerly(graphs: TailGraphs, batch: Any, *_: Any) -> EagerTail:
-        return make_eager_tail(graphs.state, batch, stand_ins.tail_of(batch))
+    def plan_eagerly(bucket: Bucket, batch: Any, *_: Any) -> EagerTail:
+        return make_eager_tail(bucket.state, batch, stand_ins.tail_of(batch))
 
-    monkeypatch.setattr(TailGraphs, "plan", plan_eagerly)
+    monkeypatch.setattr(Bucket, "plan", plan_eagerly)
     assert checked(captured) == Checked(unchecked=check.NOT_REPLAYED)
 
 

@@ -6,6 +6,7 @@ package. At the exit everything in the graph's memory is spoiled that may not be
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,9 +46,10 @@ from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core import eligibility, plan, ranks
+from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.counters import Outcome
-from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits
-from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward, PrefillGraphExits
+from sglang_gemma4_yoco.prefill_exits import exit_setup
+from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward
 from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = [
@@ -82,23 +84,18 @@ def engine(captured_engine: Engine) -> Iterator[Engine]:
     state.unsupported, state.failures_in_a_row = None, 0
     if state.captured is None:
         record_tail(captured_engine, ROWS)
-    if not exits_of(captured_engine).are_open:
+    if not state.exits_are_open:
         reopened(captured_engine)
-    assert exits_of(captured_engine).are_open
-
-
-def exits_of(engine: Engine) -> PrefillGraphExits:
-    found = graph_exits.get_exits(engine.runner)
-    assert found is not None
-    return found
+    assert state.exits_are_open
 
 
 def reopened(engine: Engine) -> str:
     """Exits are opened as at start; why they are closed, or ""."""
     reset_log()
     exit_setup.open_exits(engine.runner, state_of(engine))
-    fact: str = state_of(engine).report["exits"]
-    if exits_of(engine).are_open:
+    fact = state_of(engine).report.exits
+    assert fact is not None
+    if state_of(engine).exits_are_open:
         assert fact.startswith(f"open after segment {TO_THE_EXIT}")
         return ""
     assert fact.startswith("closed: ")
@@ -163,7 +160,7 @@ def test_memory_is_not_lent_while_segments_run(
 @pytest.mark.parametrize("are_open", [True, False])
 def test_media_run_eagerly(engine: Engine, are_open: bool) -> None:
     """The graph looks text up by its ids, and has no place for an image."""
-    exits_of(engine).are_open = are_open
+    state_of(engine).exits_are_open = are_open
     picture = MediaPrompt("<|image|>a picture of what", size=(336, 480))
     scheduled = media_batch(engine, picture)
     assert prefill_exits.is_replayed(scheduled.extend_num_tokens)
@@ -214,7 +211,8 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
     assert compared.call_count == 1
     line = f"exits from captured prefills are open after segment {TO_THE_EXIT}"
     assert line in caplog.text
-    found = state.report["exits_check"]
+    found = state.report.exits_check
+    assert found is not None
     assert found["largest_difference"] <= 0.2 * found["allowed"]
     assert state.after_cut is None
 
@@ -237,23 +235,27 @@ WRONG: dict[str, Callable[[], Any]] = {
     "values for keys": lambda: another_exit(lambda p: p._replace(keys=p.values, values=p.keys)),
     "values": lambda: another_exit(larger_values),
     "no keys written": lambda: mock.patch.object(compat.pools, "write_keys_and_values"),
-    "embeddings": lambda: mock.patch.object(ExitForward, "embed", no_embeddings),
-    "tail": lambda: mock.patch.object(graphs.TailGraphs, "replay", larger_rows),
+    "embeddings": lambda: mock.patch.object(ExitForward, "fast", without_embeddings),
+    "tail": lambda: mock.patch.object(graphs.Bucket, "replay", larger_rows),
 }
-_replay = graphs.TailGraphs.replay
-_embed = ExitForward.embed
+_replay = graphs.Bucket.replay
+_fast = ExitForward.fast
 
 
-def no_embeddings(self: ExitForward, ids: torch.Tensor, index: torch.Tensor) -> dict[str, Any]:
+def without_embeddings(self: ExitForward, plan: Plan) -> torch.Tensor:
     """In the forward itself, which takes the ids from SGLang's static batch."""
-    inputs = _embed(self, ids, index)
-    if ids is self.batch.input_ids:
-        inputs["embeds"].zero_()
-    return inputs
+
+    def embed(ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        embeds, embedded = right(ids)
+        return torch.zeros_like(embeds), embedded
+
+    right = self.embed
+    with mock.patch.object(self, "embed", embed):
+        return _fast(self, plan)
 
 
-def larger_rows(self: graphs.TailGraphs, bucket: int) -> torch.Tensor:
-    return _replay(self, bucket) * 1.001
+def larger_rows(self: graphs.Bucket) -> torch.Tensor:
+    return _replay(self) * 1.001
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -273,7 +275,7 @@ def assert_closed(engine: Engine) -> None:
     """SGLang's graph runs to its end with the fast path on, and nothing is planned for it."""
     batch = engine.schedule(FULL)
     stock = run(engine, batch)
-    with mock.patch.object(graphs.TailGraphs, "plan", side_effect=InjectedError):
+    with mock.patch.object(graphs.Bucket, "plan", side_effect=InjectedError):
         seen = run(engine, batch, fast=True)
     assert (seen.segments, seen.outcomes) == (WHOLE, {eligibility.EXITS_CLOSED: 1})
     assert torch.equal(seen.logits, stock.logits)
@@ -321,7 +323,7 @@ def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> Non
     state = state_of(engine)
     assert isinstance(state.captured, graphs.TailGraphs)
     for rows in (4, 2):
-        del state.captured._batches[rows]
+        state.captured.drop(rows)
     with found_by_exits() as compared:
         assert reopened(engine) == ""
     assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [1]
@@ -370,14 +372,26 @@ def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Differen
 # ---------------------------------------------------------------- opened, and closed
 
 
-def test_rows_that_are_not_written_are_numbers(engine: Engine) -> None:
-    """SGLang's memory for them may hold anything, and what is multiplied by zero must be one."""
-    outputs = [output for _, output in exits_of(engine).graphs.values()]
+def test_graphs_that_are_captured_anew(engine: Engine) -> None:
+    """Their exits are closed, since they were not compared.
+
+    SGLang's memory for rows that are not written may hold anything, and what is multiplied by zero
+    must be a number.
+    """
+    runner, prefills = engine.runner, engine.runner.prefill_cuda_graph_runner
+    outputs = [
+        output for _, output in compat.captured_prefills.list_graphs(prefills.backend).values()
+    ]
     for output in outputs:
         output.fill_(torch.nan)
-    with settings_changed(self_check=False):
-        assert reopened(engine) == ""
+    new = SimpleNamespace(can_run_graph=None, execute=None, backend=copy.copy(prefills.backend))
+    with (
+        mock.patch.object(runner, "prefill_cuda_graph_runner", new),
+        exit_setup.repair_capture(runner, state_of(engine)),
+    ):
+        pass
     assert all(output.isfinite().all() for output in outputs)
+    assert state_of(engine).exits_are_open is False
 
 
 def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +409,7 @@ def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyP
 def test_without_the_check(engine: Engine) -> None:
     with settings_changed(self_check=False):
         assert reopened(engine) == ""
-    found = state_of(engine).report["exits_check"]
+    found = state_of(engine).report.exits_check
     assert found == check_at_start.NOT_WANTED.to_json()
 
 

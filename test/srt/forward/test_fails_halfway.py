@@ -49,7 +49,7 @@ from sglang_gemma4_reference.engine import (
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits
+from sglang_gemma4_yoco.prefill_exits import exit_setup
 
 pytestmark = [
     pytest.mark.skipif(
@@ -178,7 +178,7 @@ def set_up(engine: Engine, part: str) -> None:
         if part in ("check", "exits"):
             state.serves = False
         if part == "check":
-            state.report.pop("check", None)
+            state.report.check = None
         else:
             without.enter_context(mock.patch.object(start, "_check_start", return_value=None))
         if part != "exits":
@@ -191,13 +191,11 @@ def turn_on(engine: Engine) -> None:
     """Turn on again what the failures before have turned off; nothing is counted or logged yet."""
     state = state_of(engine)
     state.unsupported, state.after_cut, state.failures_in_a_row = None, None, 0
-    state.report.setdefault("check", {})
+    state.report.check = state.report.check or {}
     state.serves = True
     if state.captured is None:
         set_up(engine, "capture")
-    exits = graph_exits.get_exits(engine.runner)
-    assert exits is not None
-    if not exits.are_open:
+    if not state.exits_are_open:
         set_up(engine, "exits")
     assert state.unsupported is None
     reset_log()
@@ -365,7 +363,7 @@ def serve_failing(
 
 
 # What the start itself sets.
-SET_UP = (*("state.captured", "state.unsupported", "state.failures_in_a_row"),)
+SET_UP = (*("state.captured", "state.unsupported", "state.exits_are_open"),)
 
 
 def start_failing(engine: Engine, part: str, site: Site, error: type[BaseException]) -> None:

@@ -40,12 +40,13 @@ def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
     """What this module of a layer returns is ``wrong`` where stock does not run it."""
 
     def broken(engine: Engine) -> AbstractContextManager[Any]:
-        state, owner = state_of(engine), engine.text_model.layers[layer].get_submodule(name)
+        owner = engine.text_model.layers[layer].get_submodule(name)
         stock = owner.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             right = stock(*args, **kwargs)
-            return right if state.unsupported else wrong(right)  # stock runs as if it were refused
+            is_stock = state_of(engine).unsupported  # it runs as if it were refused
+            return right if is_stock else wrong(right)
 
         return replaced(owner, forward=forward)
 
@@ -164,11 +165,11 @@ def test_it_is_named(sharp: Engine, case: str) -> None:
 
 def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is never called, so nothing can be compared."""
-    model, state = sharp.text_model, state_of(sharp)
+    model = sharp.text_model
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer is model.layers[LAYER] and not state.unsupported:
+        if layer is model.layers[LAYER] and not state_of(sharp).unsupported:
             return kwargs["hidden_states"]
         return stock(layer, *args, **kwargs)
 

@@ -43,7 +43,8 @@ from sglang_gemma4_yoco import counters, log
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
+from sglang_gemma4_yoco.core.interfaces import Plan
+from sglang_gemma4_yoco.core.plan import PLAN_ENTRY
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.refusal import Refusal
 

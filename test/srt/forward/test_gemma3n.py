@@ -24,7 +24,7 @@ from sglang.srt.models.gemma3n_mm import Gemma3nForConditionalGeneration
 from transformers import Gemma3nForCausalLM as HuggingFaceModel
 
 from harness.batches import BATCHES, batch_of
-from harness.checking import assert_audited, checked, find_defect
+from harness.checking import assert_audited, checked, find_defect, result_of_check
 from harness.decode_graphs import record_tail
 from harness.forwards import CHUNKS, ENGINE, assert_fast, assert_stock, state_of
 from harness.observe import assert_same_cache, run
@@ -228,6 +228,6 @@ def test_in_bf16_with_sharp_attention(tmp_path: Path) -> None:
 def test_a_captured_tail(checkpoint: Path) -> None:
     engine = Engine(checkpoint, **ENGINE, cuda_graph_bs_decode=[4])
     record_tail(engine, 4)
-    assert state_of(engine).report["check"]["unchecked"] is None
+    assert result_of_check(state_of(engine))["unchecked"] is None
     for prompts in (batch_of((0, 40)), BATCHES["three, two of them cached"]):
         assert_fast(engine, prompts, replays=True)

@@ -17,6 +17,7 @@ import pytest
 from packaging.version import Version
 
 from harness import own_fast_prefill
+from harness.checking import result_of_check
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, outcomes, state_of
 from harness.layer_rows import FIRST_SHARED, LAYERS, whole
 from harness.observe import TOLERANCE, assert_same_answers, run
@@ -53,7 +54,7 @@ def test_off_this_package_serves(tiny_checkpoint: Path, said: Callable[..., list
     """SGLang's forward is then a stock forward, whose loop ends before the cut."""
     with started(tiny_checkpoint, flag=False) as engine:
         assert not engine.text_model.fast_prefill_supported
-        assert state_of(engine).report["check"]["unchecked"] is None
+        assert result_of_check(state_of(engine))["unchecked"] is None
         assert_fast(engine)
         assert outcomes() == {counters.TAIL_EAGER: 1}
         assert metrics.describe_state()["fast_prefill"] == "this package"

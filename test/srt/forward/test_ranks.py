@@ -20,6 +20,7 @@ from torch import distributed
 from torch.multiprocessing.spawn import start_processes
 
 from harness import batches
+from harness.checking import result_of_check
 from harness.forked import preloaded
 from harness.forwards import (
     ENGINE,
@@ -176,11 +177,11 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
         return found[-1]
 
     state.serves = False
-    del state.report["check"]
+    state.report.check = None
     with mock.patch.object(checking, "check_model", differing):
         starting.set_up(engine.runner, state)
     assert [checked.agrees for checked in found] == [True]
-    assert (state.report["check"]["compared"] == "this rank's") == (rank == 1)
+    assert (result_of_check(state)["compared"] == "this rank's") == (rank == 1)
     assert_stock(engine, checking.FAILED)
 
 
@@ -188,7 +189,7 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
     """One that is not checked, or audits otherwise, would leave the other in a collective."""
     with settings_changed(self_check=rank == 0):
         engine.runner.init_attention_backends()
-    assert "check" not in starting.get_state(engine.text_model).report
+    assert starting.get_state(engine.text_model).report.check is None
     assert_stock(engine, ranks.NOT_ALIKE)
     with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
         engine.runner.init_attention_backends()

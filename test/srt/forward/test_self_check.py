@@ -16,7 +16,15 @@ import pytest
 import torch
 
 from harness.breakages import BREAKAGES
-from harness.checking import NEW, REQUESTS, checked, counted, find_defect, tensors_unchanged
+from harness.checking import (
+    NEW,
+    REQUESTS,
+    checked,
+    counted,
+    find_defect,
+    result_of_check,
+    tensors_unchanged,
+)
 from harness.forwards import (
     ENGINE,
     TWO_PROMPTS,
@@ -123,6 +131,14 @@ def test_no_event_of_its_own_is_left(engine: Engine) -> None:
         assert runner.shared_read_done_event is launched
 
 
+def test_a_plan_that_no_forward_has_taken(engine: Engine) -> None:
+    """It is none of the check's, and is counted when the next batch of a user is planned."""
+    state = start.get_state(engine.text_model)
+    with mock.patch.object(state, "planned_rows", 7):
+        assert checked(engine).agrees
+        assert state.planned_rows == 7
+
+
 def test_logits_that_are_no_numbers(engine: Engine) -> None:
     """Of the whole forward alone, as what a forward finds in memory is."""
     forwards = count(1)
@@ -197,12 +213,12 @@ def test_it_is_made_once_and_the_start_line_has_its_worst_comparison(
 ) -> None:
     """After an update of weights graphs are captured anew, while prefixes are cached."""
     [line], _ = lines_of_start(engine, said)
-    first = started.report["check"]
+    first = result_of_check(started)
     assert f", checked layer by layer: at most {first['compared']} off by " in line
     with counted(engine) as forwards:
         capture(engine)
     assert forwards == []
-    assert started.report["check"] is first
+    assert started.report.check is first
 
 
 def test_a_server_that_fails_is_served_by_stock(
@@ -222,7 +238,7 @@ def test_the_operator_has_a_say(
     with counted(engine) as forwards:
         capture(engine)
     assert forwards == []
-    assert started.report["check"]["unchecked"] == check.NOT_WANTED.unchecked
+    assert result_of_check(started)["unchecked"] == check.NOT_WANTED.unchecked
     assert_fast(engine)
 
 
@@ -262,7 +278,7 @@ def test_a_server_that_cannot_be_checked_is_stock(
     )
     reason = f"{check.UNCHECKED}: it failed: InjectedError"
     assert f"is off for this server: {reason}; nothing was compared" in off
-    assert started.report["check"]["unchecked"] == "it failed: InjectedError"
+    assert result_of_check(started)["unchecked"] == "it failed: InjectedError"
     assert_stock(engine, reason)
 
 
@@ -309,7 +325,7 @@ def test_samples_are_those_of_a_server_without_the_check(
     ):
         pass
     assert len(forwards) == LAST
-    assert started.report["check"]["unchecked"] is None
+    assert result_of_check(started)["unchecked"] is None
     assert torch.equal(torch.rand(8), wanted)
 
 

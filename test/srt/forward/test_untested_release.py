@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from harness.batches import batch_of
 from harness.breakages import BREAKAGES
+from harness.checking import result_of_check
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_fast, assert_stock, attention_of, outcomes, state_of
 from sglang_gemma4_reference.engine import Engine, settings_changed
@@ -84,8 +85,8 @@ def test_with_the_setting_it_extends_eagerly(
     untested(untested=True)
     state = state_of(engine)
     assert (state.unsupported, state.captured) == (None, None)
-    assert state.report["check"]["compared"] is not None
-    assert state.report["tail"] == f"eager ({lifecycle.NOT_DECODING})"
+    assert result_of_check(state)["compared"] is not None
+    assert state.report.tail == f"eager ({lifecycle.NOT_DECODING})"
     [warning] = said(logging.WARNING)
     assert warning.endswith(f"SGLANG_GEMMA4_YOCO_UNTESTED=1: {limits.RUNS_UNTESTED}")
     assert_fast(engine, PROMPTS, tail_mode="EXTEND")

@@ -36,7 +36,8 @@ from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
 from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
-from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
+from sglang_gemma4_yoco.checking import tail_graphs
 from sglang_gemma4_yoco.loading import start
 
 # Around the window of 512, and where SGLang changes kernels. A key more or less in a window is
@@ -184,9 +185,10 @@ def test_replayed_equals_eager_bit_for_bit(engine: Engine, tail: TailGraphs) -> 
     for rows in tail.rows:
         inputs = tail.inputs[rows]
         fill(inputs)
-        replay = tail.plan(inputs.make_decode_step(), torch.arange(rows), rows)
-        captured = tail.replay(rows)
-        assert torch.equal(replay.eager(), captured), rows
+        bucket = tail.buckets[rows]
+        replay = bucket.plan(inputs.make_decode_step(), torch.arange(rows))
+        captured = bucket.replay()
+        assert torch.equal(tail_graphs.run_eagerly(replay), captured), rows
 
 
 def test_what_the_capture_costs(engine: Engine, eager: None) -> None:
@@ -208,19 +210,19 @@ def test_a_capture_that_fails_leaves_a_working_device(
     engine: Engine, rounding: float, eager: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What CUDA refuses while it captures: a value that the host waits for."""
-    stock = TailGraphs._tail
+    stock = Bucket._run
 
-    def waiting(self: TailGraphs, graph: Any) -> torch.Tensor:
-        rows = stock(self, graph)
+    def waiting(bucket: Bucket) -> torch.Tensor:
+        rows = stock(bucket)
         rows.sum().item()
         return rows
 
     with monkeypatch.context() as broken:
-        broken.setattr(TailGraphs, "_tail", waiting)
+        broken.setattr(Bucket, "_run", waiting)
         releases.record_decode_steps(engine.runner)
     state = state_of(engine)
     assert state.captured is None
-    assert state.report["tail"].startswith("eager (capturing failed")
+    assert str(state.report.tail).startswith("eager (capturing failed")
     torch.zeros(64 << 20, device="cuda").sum().item()
     torch.multinomial(torch.rand(1, 100, device="cuda"), 1).item()  # as tokens are sampled
     assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_EAGER, rounding)

@@ -128,8 +128,9 @@ def exits(engine: Engine, setting: Callable[..., None]) -> None:
     """They are open, and any skipped row is worth it."""
     setting(min_skipped_rows=1)
     facts = start.get_state(engine.text_model).report
-    assert facts["exits"].startswith("open"), facts
-    found = facts["exits_check"]
+    assert str(facts.exits).startswith("open"), facts
+    found = facts.exits_check
+    assert found is not None
     assert found["largest_difference"] <= found["allowed"], found
 
 

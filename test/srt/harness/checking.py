@@ -29,6 +29,12 @@ def checked(engine: Engine) -> Checked:
     return check.check_model(engine.runner, start.get_state(engine.text_model))
 
 
+def result_of_check(state: ModelState) -> dict[str, Any]:
+    """What the check at start has found, as /server_info has it."""
+    assert state.report.check is not None
+    return state.report.check
+
+
 @contextmanager
 def counted(engine: Engine) -> Iterator[list[list[int]]]:
     """Rows of each layer's FFN, for every forward in the span."""

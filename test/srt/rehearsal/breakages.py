@@ -60,7 +60,7 @@ def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]
     if captures:
         lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs)
         if state.captured is None:
-            found.append(f"capture: {state.report['tail']}")
+            found.append(f"capture: {state.report.tail}")
     for name, way in SERVED.items():
         cost = serving.serve(engine, name, way)
         if cost["failure"] is not None:

@@ -55,7 +55,7 @@ def _fail_in_a_capture(engine: Engine, state: ModelState) -> Answer:
     with replaced(gemma4, run_tail=failing):
         _capture(engine, state)
     found: Answer = {
-        "tail": state.report["tail"],
+        "tail": state.report.tail,
         "still captures": torch.cuda.is_current_stream_capturing(),
         "random numbers": list(torch.rand(1, device="cuda").shape),
         "eager": _serve(engine, EAGER),

@@ -26,6 +26,7 @@ from rehearsal.device import Answer
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.core import plan
 from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
@@ -97,7 +98,7 @@ class Loop:
         )
 
 
-def _make_races(loop: Loop, state: ModelState) -> dict[str, AbstractContextManager[None]]:
+def _make_races(loop: Loop, state: ModelState) -> dict[str, AbstractContextManager[Any]]:
     """Races on purpose: spans in which something runs on a stream that nothing orders.
 
     The barrier is SGLang's own, and protects stock and the package alike.
@@ -112,10 +113,10 @@ def _make_races(loop: Loop, state: ModelState) -> dict[str, AbstractContextManag
 
         return called
 
-    tail = state.captured
+    replay = on_the_side(graphs.Bucket.replay)
     return {
         "planned on a side stream": replaced(plan, make_plan=on_the_side(plan.make_plan)),
-        "replayed on a side stream": replaced(tail, replay=on_the_side(tail.replay)),
+        "replayed on a side stream": mock.patch.object(graphs.Bucket, "replay", replay),
         "without the barrier": replaced(loop.scheduler, _apply_war_barrier=lambda: None),
     }
 

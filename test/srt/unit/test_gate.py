@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,8 +35,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from harness.stand_ins import eligible_batch, model, reason_of, state_of
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import eligibility, plan, worth
+from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
-from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.models import gemma4
@@ -396,6 +397,6 @@ def test_an_exit_on_a_gpu_skips_128_rows(
 ) -> None:
     """All but the last row of a prompt are skipped, and all of an intermediate chunk."""
     setting(min_skipped_rows=minimum)
-    state: Any = SimpleNamespace(on_gpu=True, replayed_exits=SimpleNamespace(are_open=True))
-    prompt = eligibility.Eligible(KeptRows.suffixes([tokens], [0]), intermediate, bucket=1)
+    state: Any = SimpleNamespace(on_gpu=True, exits_are_open=True)
+    prompt = eligibility.Eligible(KeptRows.suffixes([tokens], [0]), intermediate, mock.Mock())
     assert eligibility._check_exit(state, prompt) == reason

@@ -58,7 +58,7 @@ class Serving:
     after_cut = None
 
     def __init__(self) -> None:
-        self.report: dict[str, Any] = {"tail": "eager", "exits": "closed: some reason"}
+        self.report = states.Report(tail="eager", exits="closed: some reason")
 
     def describe(self) -> str:
         return "cut inside layer 14"
@@ -156,7 +156,7 @@ def test_a_number_that_is_not_finite_is_a_word(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
-    serving.report["check"] = Checked(Difference("keys", largest, 0.5)).to_json()
+    serving.report.check = Checked(Difference("keys", largest, 0.5)).to_json()
     counters.served.audits.worst = largest
     state = answered()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,15 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_gemma4_yoco.checking import layerwise, rounding
-from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.checking.rounding import Difference, Tolerance
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
+ROWS_OF_THREE_ROUNDINGS = Tolerance(0.75)
+OF_ROWS = Tolerance(of_rows=True)
+
+
 def compared(
-    expected: torch.Tensor, found: torch.Tensor, roundings: float = 0.75, **others: Any
+    expected: torch.Tensor,
+    found: torch.Tensor,
+    tolerance: Tolerance = ROWS_OF_THREE_ROUNDINGS,
+    **others: Any,
 ) -> Difference:
-    return rounding.compare("rows", expected, found, roundings, **others)
+    return rounding.compare("rows", expected, found, tolerance, **others)
 
 
 def exact(seed: int, rows: int = 18, width: int = 64, *, outliers: float = 1.0) -> torch.Tensor:
@@ -57,20 +65,20 @@ def test_a_rounding_that_all_channels_of_a_row_share() -> None:
 
     Taken for independent ones, so many of them would come beyond the bound now and then.
     """
-    excess = {12: 0.0, None: 0.0}
+    scores = dataclasses.replace(OF_ROWS, scores=True)
+    excess = {scores: 0.0, OF_ROWS: 0.0}
     for seed in range(300):
         values = exact(seed, rows=12, width=256)
         draw = torch.Generator().manual_seed(seed)
         shares = 2 * torch.rand(12, 1, generator=draw).double() - 1
         found = values * (1 + 2.0**-9 * shares)
-        size = rounding.measure_sizes(values, dim=-1)
         values, found = values.bfloat16(), found.bfloat16()
-        for independent, worst in excess.items():
-            one = compared(values, found, 1.0, size=size, independent=independent)
-            excess[independent] = max(worst, one.excess)
-    assert excess[12] < 0.6
-    assert excess[None] > 1
-    assert compared(values, values * 1.05, 1.0, size=size, independent=12).excess > 4
+        for tolerance, worst in excess.items():
+            one = compared(values, found, tolerance)
+            excess[tolerance] = max(worst, one.excess)
+    assert excess[scores] < 0.6
+    assert excess[OF_ROWS] > 1
+    assert compared(values, values * 1.05, scores).excess > 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,12 +130,8 @@ def test_a_row_that_cancels_rounds_as_its_parts_do(seed: int, dtype: torch.dtype
         torch.einsum("rk,rkc->rc", (weights * grid).to(dtype).double() / grid, values).to(dtype)
         for grid in (1.0, 1 + torch.rand(weights.shape, generator=draw).double())
     )
-    size, own = (
-        rounding.measure_sizes(one, dim=-1),
-        one.float().square().mean(dim=-1, keepdim=True).sqrt(),
-    )
-    assert compared(one, other, 1.0, size=size).is_rounding
-    assert not compared(one, other, 1.0, size=own).is_rounding
+    assert compared(one, other, OF_ROWS).is_rounding
+    assert not compared(one[3:4], other[3:4], OF_ROWS).is_rounding  # by its own size alone
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -153,8 +157,7 @@ def test_values_of_fp32_that_cancel_in_many_heads(seed: int) -> None:
 
     assert mean_differs(other).is_rounding
     assert mean_differs(a_key_less).excess > 1000
-    own = rounding.measure_sizes(one, dim=-1)
-    assert not compared(one, other, 1.0, size=own).is_rounding
+    assert not compared(one, other, OF_ROWS).is_rounding
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
@@ -176,7 +179,7 @@ def test_zeros() -> None:
 
 def test_another_reason_is_allowed_besides() -> None:
     values = exact(0).bfloat16()
-    found = compared(values, values * 1.02, besides=0.05)
+    found = compared(values, values * 1.02, of_scores=0.05)
     assert found.is_rounding
     assert found.allowed > 0.05
 

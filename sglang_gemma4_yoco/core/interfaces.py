@@ -1,0 +1,93 @@
+"""What the core calls of the parts above it: forwards, captured tails; and the plan of a batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from sglang_gemma4_yoco.core.kept_rows import KeptRows
+from sglang_gemma4_yoco.core.per_layer import Buffers
+from sglang_gemma4_yoco.core.tail import TailBackend
+from sglang_gemma4_yoco.core.tail_batch import TailBatch
+
+
+class TailRunner(Protocol):
+    """Runs the tail of one planned batch."""
+
+    @property
+    def outcome(self) -> str:
+        """The name under which ``counters`` counts its forward."""
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """The memory from which it projects its per-layer inputs; None if it is given them."""
+
+    def run(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        get_inputs: Callable[[], torch.Tensor | None],
+    ) -> torch.Tensor:
+        """The kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
+
+
+class Bucket(Protocol):
+    """The tail, captured in a CUDA graph for a number of rows."""
+
+    def plan(self, live: Any, index: torch.Tensor) -> TailRunner:
+        """Plan the rows ``index`` [B] of a batch, one of each request."""
+
+
+class CapturedTail(Protocol):
+    """The tail, captured for some numbers of rows."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The buckets' numbers of rows, ascending."""
+
+    def bucket_for(self, kept: KeptRows) -> Bucket | None:
+        """The smallest bucket with room for these rows; None if they cannot be replayed."""
+
+    def close(self) -> None:
+        """Free all graphs."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch that is cut.
+
+    Attributes:
+        batch: SGLang's ``ForwardBatch``.
+        tail: its kept rows, and the batch as the tail sees it.
+        attention: the tail's attention backend.
+        runner: runs the tail, whose attention is already planned; None for an intermediate chunk,
+            no row of which is read.
+        outcome: the name under which ``counters`` counts the forward.
+    """
+
+    batch: Any
+    tail: TailBatch
+    attention: TailBackend
+    runner: TailRunner | None
+    outcome: str
+
+
+class Forward(Protocol):
+    """A forward that can be run on either path.
+
+    Attributes:
+        is_replay: SGLang runs it by a captured prefill, whose memory its output is in.
+    """
+
+    is_replay: ClassVar[bool]
+
+    def fast(self, plan: Plan) -> Any:
+        """Run it on the fast path; returns the model's output."""
+
+    def stock(self) -> Any:
+        """Run it as stock, from the state in which it began; returns the model's output."""
+
+
+#: Called with a forward that was cut, its plan and its output; returns the output for the model.
+AfterCut = Callable[[Forward, Plan, Any], Any]
