@@ -335,7 +335,7 @@ CARDS = {
 #: What was tried there: cut prefills, the captured tail, exits; else SGLang's source was read.
 TRIED = {
     "H100": ("rehearsed", "rehearsed", "rehearsed"),
-    "H200": ("run with 0.5.17", "run with 0.5.17", "rehearsed"),
+    "H200": ("run", "run", "rehearsed"),
 }
 README, SUMMARY, LONG = "README.md", "benchmark/README.md", "benchmark/results/README.md"
 PROFILE = ("host_ms", "whole_ms", "device_idle_ms", "kernels")
