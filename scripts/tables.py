@@ -131,23 +131,18 @@ def list_backends() -> Rows:
 
 
 def list_backend_modes() -> Rows:
-    """Yield each model's attention backends: what happens, and by what it is shown."""
+    """Yield each model's attention backends, when SGLang chooses them, and what happens."""
     from sglang_gemma4_yoco.compat import backends
 
     for model, row in product((backends.GEMMA4, backends.GEMMA3N), backends.TABLE):
         if model not in row.flags:
             continue
         evidence = row.prefills[model]
-        happens, by = describe_backend(row, model), format_flags(evidence.tests)
-        shown = [level for folder, level in LEVELS.items() if f"`{folder}/" in by]
+        happens = describe_backend(row, model)
         if evidence.note:
             happens += f": {evidence.note}"
-        if evidence.how == backends.READ:
-            shown.append("read, not run")
-            by += f"; `{row.module.rpartition('.')[2]}.py` {row.lines}"
         flags = f"{model}, {format_flags(row.flags[model])}"
-        chosen = row.chosen.get(model, BY_NAME)
-        yield flags, chosen, happens, ", ".join(dict.fromkeys(shown)), by
+        yield flags, row.chosen.get(model, BY_NAME), happens
 
 
 def list_cards() -> Rows:
@@ -314,13 +309,6 @@ def list_predicted_ms() -> Rows:
 
 
 BY_NAME = "by name"
-#: How far a proof goes, by the folder of its test.
-LEVELS = {
-    "server": "real server",
-    "triton": "ModelRunner",
-    "forward": "ModelRunner",
-    "unit": "gate alone",
-}
 #: GPUs: the architecture, and the attention backend that SGLang 0.5.23 chooses for Gemma 4.
 CARDS = {
     "A100": ("SM80", "triton"),

@@ -123,7 +123,7 @@ def test_a_reason_that_nobody_gives_is_missed() -> None:
     ("page", "after"),
     [
         ("operating.md", "gave numbers that are not finite."),
-        ("slower.md", "## It is active, but nothing is faster"),
+        ("slower.md", "## Active, but not faster"),
     ],
 )
 def test_outcomes_that_are_explained_are_counted(page: str, after: str) -> None:

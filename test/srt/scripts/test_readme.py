@@ -14,34 +14,54 @@ from harness.documented import missing_tests
 from scripts import plot_prefill, result_files, tables
 from scripts.dev import version_matrix
 from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco.loading import limits
 
 REPO = Path(__file__).resolve().parents[3]
-#: How far a proof goes, by the folders of its tests in ``test/srt``; the strongest one first.
-LEVELS = {"server": "real server", "triton": "ModelRunner", "forward": "ModelRunner"}
-LEVELS["unit"] = "gate alone"
+#: How far a proof goes -> the folders of its tests in ``test/srt``.
+LEVELS = {
+    "real server": {"server"},
+    "ModelRunner": {"triton", "forward"},
+    "rehearsal": {"rehearsal"},
+    "gate alone": {"unit"},
+}
+#: The evidence for each row of docs/modes.md: tests by level, and what of SGLang was read.
+EVIDENCE: dict[str, dict[str, list[str]]] = json.loads(
+    (REPO / "test" / "srt" / "harness" / "modes.json").read_text()
+)
+GENERATED = re.compile(r"<!-- (.+): begin -->.*<!-- \1: end -->", re.DOTALL)
 
 
-def modes() -> list[list[str]]:
-    """The rows of the first table of docs/modes.md: situation, what happens, shown on, by."""
+def modes() -> dict[str, str]:
+    """Return the remark of each configuration in docs/modes.md, but of generated rows."""
+    page = GENERATED.sub("", (REPO / "docs" / "modes.md").read_text())
+    ours, _, _ = page.partition("## What SGLang itself does not serve")
+    remarks = {}
+    for row in re.findall(r"^\| .*", ours, re.MULTILINE):
+        _, configuration, path, remark, _ = re.split(r" *\| *", row)
+        if path != "fast prefill":  # the head
+            assert path in ("active", "stock", "active or stock", "not supported"), row
+            remarks[configuration] = remark
+    return remarks
+
+
+def test_every_mode_has_its_evidence() -> None:
+    assert modes().keys() ^ EVIDENCE.keys() == set()
+
+
+@pytest.mark.parametrize("mode", EVIDENCE)
+def test_the_evidence_is_there(mode: str) -> None:
+    tests = {**EVIDENCE[mode]}
+    read = tests.pop("read", [])
+    assert tests or (read and "not run" in modes()[mode])
+    for level, names in tests.items():
+        assert missing_tests(names) == []
+        assert {name.partition("/")[0] for name in names} <= LEVELS[level]
+
+
+def test_every_argument_that_refuses_a_server_is_in_modes() -> None:
     page = (REPO / "docs" / "modes.md").read_text()
-    table = re.search(r"(?:^\|.*\n)+", page, re.MULTILINE)
-    assert table is not None
-    found = []
-    for row in table[0].splitlines()[2:]:
-        _, *cells, _ = re.split(r" *(?<!\\)\| *", row)
-        found.append(cells)
-    return found
-
-
-@pytest.mark.parametrize("mode", modes(), ids=lambda mode: mode[0][:40])
-def test_every_mode_has_its_tests(mode: list[str]) -> None:
-    *_, shown_on, by = mode
-    levels = []
-    for folder, level in LEVELS.items():
-        if f"`{folder}/" in by and level not in levels:
-            levels.append(level)
-    assert shown_on.removesuffix("read, not run").rstrip(", ") == ", ".join(levels)
-    assert levels or shown_on == "read, not run"
+    flags = map(limits._name_flag, limits.list_judged_arguments())
+    assert [flag for flag in flags if f"`{flag}" not in page] == []
 
 
 def test_every_promise_has_its_tests() -> None:
