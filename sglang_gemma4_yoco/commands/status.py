@@ -5,6 +5,7 @@ Exit status: 0 yes, 1 no, 2 no answer, or one that does not say so.
 
 import argparse
 import os
+from collections import Counter
 from typing import Any
 
 from sglang_gemma4_yoco.commands.console import CommandError, say
@@ -20,9 +21,11 @@ NO_ENTRY = (
     "prefill` in the server's log)"
 )
 NO_SCHEDULERS = "the server names no scheduler"
+# How the outcomes of prefills that were cut begin.
+_CUT = ("active_", "exit_")
 # By verdict the exit status, and the last line.
 _VERDICTS = {
-    True: (0, "The fast path is active."),
+    True: (0, "The fast path is active{}"),
     False: (1, "The fast path is NOT active: {}"),
     None: (2, "The server does not say whether the fast path is active: {}"),
 }
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         say(found | {"url": args.url, "schedulers": states})
     else:
         say(states, indent=1)  # null for a scheduler without an entry
-        say(line.format(reason))
+        say(line.format(reason or _describe_counts(states)))
     return status
 
 
@@ -68,6 +71,25 @@ def verdict(states: list[dict[str, Any] | None]) -> tuple[bool | None, str | Non
     if len(known) < len(states):
         return None, NO_ENTRY
     return True, None
+
+
+def _describe_counts(states: list[Any]) -> str:
+    """Return how much all schedulers of an active server have cut, as the end of a sentence."""
+    forwards, rows = Counter[str](), Counter[str]()
+    for state in states:
+        forwards.update(state.get("forwards"))
+        rows.update(state.get("rows"))
+    prefills, cut = forwards.total(), 0
+    if not prefills:
+        return ": no prefill yet."
+    for outcome, number in forwards.items():
+        if outcome.startswith(_CUT):
+            cut += number
+    if not cut:
+        [(most, _)] = forwards.most_common(1)
+        return f", but none of {prefills} prefills was cut: most are {most} (docs/slower.md)."
+    skipped = rows["skipped"] / rows.total()
+    return f": {cut / prefills:.1%} of prefills cut, {skipped:.1%} of rows skipped."
 
 
 def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | None]]:

@@ -47,10 +47,7 @@ def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
 
 def general(line: str) -> str:
     """A line without what differs between models and machines."""
-    line = re.sub(r"\d[\d.]*(?:e[-+]\d+)?", "#", line.removeprefix(" "))
-    line = re.sub(r"#(?:, #)+", "#", line)
-    line = re.sub(r"at most .* of layer", "at most ... of layer", line)
-    return re.sub(r"\w+Backend", "...Backend", line)
+    return re.sub(r"\w+Backend", "...Backend", re.sub(r"\d+", "#", line))
 
 
 def keys_and_types(state: dict[str, Any]) -> dict[str, Any]:
@@ -63,13 +60,9 @@ def keys_and_types(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_samples_in_the_documents(captured_server: Server) -> None:
-    """A server writes such lines, and such an entry."""
+def test_the_sample_in_the_documents(captured_server: Server) -> None:
+    """A server has such an entry."""
     generate(captured_server, tokens(50, seed=2))
-    lines = set()
-    for line in captured_server.log_lines("Gemma 4 fast prefill"):
-        lines.add(general(line[line.index("Gemma 4 fast prefill") :]))
-    assert {general(line) for line in sample("the log").splitlines()} <= lines
     [process] = captured_server.states()
     state = process[metrics.ENTRY]
     [shown] = json.loads(sample("status").rpartition("\n")[0])

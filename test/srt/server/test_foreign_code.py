@@ -115,7 +115,7 @@ REPLACE = """
     ("code", "trusted", "reason", "kept"),
     [
         (REPLACE, "", "Gemma4TextModel.forward runs a_hook.of_their_own, which may", LENGTHS),
-        (AROUND, "a_hook", "The fast path is active.", (1, 1, 1)),
+        (AROUND, "a_hook", "The fast path is active: ", (1, 1, 1)),
     ],
     ids=["foreign", "trusted"],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.ask import generate, tokens
+from harness.ask import chat, generate, tokens
 from harness.layer_rows import assert_all_fast, without_audit
 from harness.scraped import samples
 from harness.server import CHUNK, Server
@@ -27,7 +27,7 @@ REPO = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def measured(ranks_server: Server) -> Server:
-    """It has answered one prompt of two chunks, and one of a single token."""
+    """It has answered one prompt of two chunks, one of a single token, and one with a stream."""
     ranks_server.forget_prefixes()
     mark = ranks_server.mark()
     generate(ranks_server, tokens(LONG, seed=1))
@@ -36,6 +36,7 @@ def measured(ranks_server: Server) -> Server:
         assert prefill.rows[0] in (2 * CHUNK, 2 * (LONG - CHUNK))
     assert_all_fast(map(without_audit, prefills))
     generate(ranks_server, tokens(1, seed=2))
+    chat(ranks_server, "Which token comes next?", stream=True)  # for inter-token latencies
     return ranks_server
 
 

@@ -19,7 +19,7 @@ from harness.ask import generate, tokens
 from harness.documented import sample
 from harness.server import Server
 from harness.typed_secrets import MARK, VARIABLES, places
-from sglang_gemma4_yoco import __version__
+from sglang_gemma4_yoco import __version__, counters
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.https import API_KEY
 from sglang_gemma4_yoco.commands.main import main
@@ -39,10 +39,11 @@ def test_a_server_that_is_active(on_server: Server, capsys: Captured) -> None:
     generate(on_server, tokens(100, seed=1))
     code, out, err = report(capsys, on_server.url + "/")
     assert (code, err) == (0, [])
-    assert out[-1] == "The fast path is active."
     [shown] = json.loads("\n".join(out[:-1]))
     [state] = on_server.states()
     assert shown == state[ENTRY]
+    counted = r"The fast path is active: \d+\.\d% of prefills cut, \d+\.\d% of rows skipped\."
+    assert re.fullmatch(counted, out[-1])
     code, [line], _ = report(capsys, "--json", on_server.url)
     document = json.loads(line)
     assert (code, document["active"], document["reason"]) == (0, True, None)
@@ -59,6 +60,41 @@ def test_the_sample_in_the_documents(capsys: Captured) -> None:
         code, out, err = report(capsys, url)
     assert (code, err) == (0, [])
     assert "\n".join(out) == shown
+
+
+@pytest.mark.parametrize(
+    ("counted", "said"),
+    [
+        ([({}, {}), ({}, {})], ": no prefill yet."),
+        (
+            [
+                ({"active_eager": 2, "failed": 1}, {"computed": 30, "skipped": 50}),
+                ({"exit_intermediate_chunk": 1}, {"computed": 0, "skipped": 20}),
+            ],
+            ": 75.0% of prefills cut, 70.0% of rows skipped.",
+        ),
+        (
+            [({"unseen": 1, "lora": 3}, {"computed": 9, "skipped": 0}), ({"unseen": 1}, {})],
+            ", but none of 5 prefills was cut: most are lora (docs/slower.md).",
+        ),
+    ],
+    ids=["nothing served", "two schedulers", "nothing cut"],
+)
+def test_how_much_is_cut(
+    counted: list[tuple[dict[str, int], dict[str, int]]], said: str, capsys: Captured
+) -> None:
+    states = []
+    for forwards, rows in counted:
+        states.append({ENTRY: {"active": True, "forwards": forwards, "rows": rows}})
+    with http(200, {"internal_states": states}) as url:
+        code, out, err = report(capsys, url)
+    assert (code, err) == (0, [])
+    assert out[-1] == f"The fast path is active{said}"
+
+
+def test_outcomes_that_count_as_cut() -> None:
+    for outcome in counters.CUT:
+        assert outcome.startswith(status._CUT)
 
 
 def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> None:
@@ -205,7 +241,7 @@ def test_any_certificate(
         for address in (url, url.replace("localhost", "127.0.0.1")):
             code, out, err = report(capsys, address, "--insecure")
             assert (code, err) == (0, [])
-            assert out[-1] == "The fast path is active."
+            assert out[-1] == "The fast path is active: no prefill yet."
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/no/such/file")
         assert report(capsys, url, "--insecure")[0] == 0
 
