@@ -82,7 +82,9 @@ def draw_predicted(axes: Any) -> None:
         axes.fill_between(lengths, low, high, color=colour, alpha=0.2, linewidth=0)
         for case in document["cases"]:
             if case["model"] == model and case["way"] != "stock replayed":
-                marker = "x" if case["source"] else "."
+                marker = "."
+                if case["source"]:
+                    marker = "x"
                 axes.scatter(case["tokens"], case["ratio"], color=colour, marker=marker)
 
 

@@ -126,7 +126,9 @@ def predict(case: Any, values: Any, device: Any = None) -> list[Any]:
     """
     device = device or SimpleNamespace(**MODEL["devices"][case.device])
     tokens, served, found = case.prompts * case.tokens, case.what != "forward", []
-    case.rows = min(tokens, MODEL["chunk"]) if served else tokens
+    case.rows = tokens
+    if served:
+        case.rows = min(tokens, MODEL["chunk"])
     weights = find_layers(case.model)[0].sum() * device.itemsize / case.gpus
     outside = served * case.prompts * values.request
     if case.what == "duration":

@@ -110,12 +110,15 @@ def test_what_is_written_is_of_these_measurements() -> None:
 
 
 def test_our_measurements_are_where_they_are_said_to_be() -> None:
+    """And the times of prefills were steady."""
     for entry in prefill_model.MODEL["own"]:
         document = json.loads((RESULTS / entry["file"]).read_text())
         _, index, *_ = entry["off"]
         point = document["points"][index]
         load = point.get("load", {"length": document.get("prompt")})
         assert (document["model"], load["length"]) == (entry["model"], entry["tokens"])
+        if "load" in point:
+            assert point["off"]["p80"] < 1.25 * point["off"]["p20"]
 
 
 def test_ranges_hold_what_was_measured() -> None:
