@@ -1,18 +1,24 @@
 #!/usr/bin/env python3
-"""Draw how many times as fast a prefill is, by length, model and batch: benchmark/prefill.svg.
+"""Draw how many times as fast a prefill is, by length, on a CPU and on GPUs.
 
-The picture shows stock's time divided by that of fast prefill, against the prompt length, with the
-20th to 80th percentile as a bar; and its ceiling, stock's time divided by that of a prefill without
-the tail, as a dashed line of the same colour. It is drawn from the result files
-``prefill_*.json``, for light and for dark pages (prefill_dark.svg). Needs Matplotlib, of which each
-release draws another file.
+Both show stock's time divided by that of fast prefill, against the prompt length. Both are drawn
+for light and for dark pages (``*_dark.svg``). Needs Matplotlib, of which each release draws another
+file.
+
+- prefill.svg, from the result files ``prefill_*.json``: the ratio, with the 20th to 80th percentile
+  as a bar; and its ceiling, stock's time divided by that of a prefill without the tail, as a dashed
+  line of the same colour.
+- predicted.svg, from ``predicted.json``: what the model gives for an H200, with its range, and what
+  we (dots) and others (crosses) have measured on GPUs.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
@@ -20,11 +26,8 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 from scripts.command_line import new_parser
 from scripts.result_files import RESULTS, load_results
 
-#: The pictures, and Matplotlib's style of each.
-PICTURES = {
-    RESULTS.with_name("prefill.svg"): "default",
-    RESULTS.with_name("prefill_dark.svg"): "dark_background",
-}
+#: Of a prediction.
+DRAWN = ("tokens", "ratio", "low", "high")
 
 
 def find_lines() -> dict[str, list[dict[str, Any]]]:
@@ -40,8 +43,8 @@ def find_lines() -> dict[str, list[dict[str, Any]]]:
     return dict(sorted(found.items()))
 
 
-def draw(style: str) -> str:
-    """Return the picture in one of Matplotlib's styles: an SVG without a background."""
+def draw(contents: Callable[[Any], None], style: str) -> str:
+    """Return a picture in one of Matplotlib's styles: an SVG without a background."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -50,8 +53,7 @@ def draw(style: str) -> str:
     with mpl.rc_context(), plt.style.context(style):
         mpl.rcParams["svg.hashsalt"] = "prefill"  # the same file from the same data
         figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
-        for label, points in find_lines().items():
-            draw_line(axes, label, points)
+        contents(axes)
         axes.axhline(1.0, color="grey", linewidth=0.8)
         axes.set(xlabel="length of each prompt, tokens", ylabel="time of prefill, stock / fast")
         axes.set_xscale("log", base=2)
@@ -62,6 +64,28 @@ def draw(style: str) -> str:
         figure.savefig(output, format="svg", metadata={"Date": None}, transparent=True)
         plt.close(figure)
     return output.getvalue()
+
+
+def draw_measured(axes: Any) -> None:
+    """Draw ratios and ceilings that were measured on a CPU."""
+    for label, points in find_lines().items():
+        draw_line(axes, label, points)
+
+
+def draw_predicted(axes: Any) -> None:
+    """Draw what the model gives for an H200, and measurements on GPUs."""
+    document = json.loads(RESULTS.with_name("predicted.json").read_text())
+    for model, colour in (("E2B", "C0"), ("E4B", "C1")):
+        cases = [case for case in document["H200"] if case["model"] == model]
+        lengths, ratios, low, high = ([case[x] for case in cases] for x in DRAWN)
+        axes.plot(lengths, ratios, color=colour, label=f"{model}, model of an H200")
+        axes.fill_between(lengths, low, high, color=colour, alpha=0.2, linewidth=0)
+        for case in document["cases"]:
+            if case["model"] == model and case["way"] != "stock replayed":
+                marker = "."
+                if case["source"]:
+                    marker = "x"
+                axes.scatter(case["tokens"], case["ratio"], color=colour, marker=marker)
 
 
 def draw_line(axes: Any, label: str, points: list[dict[str, Any]]) -> None:
@@ -79,11 +103,20 @@ def draw_line(axes: Any, label: str, points: list[dict[str, Any]]) -> None:
     axes.plot(lengths, ceilings, "--", color=colour, label=f"{label}: ceiling")
 
 
+#: By file: what it shows, and Matplotlib's style.
+PICTURES = {
+    RESULTS.with_name("prefill.svg"): (draw_measured, "default"),
+    RESULTS.with_name("prefill_dark.svg"): (draw_measured, "dark_background"),
+    RESULTS.with_name("predicted.svg"): (draw_predicted, "default"),
+    RESULTS.with_name("predicted_dark.svg"): (draw_predicted, "dark_background"),
+}
+
+
 def main() -> None:
     """Write the pictures."""
     new_parser(__doc__).parse_args()
-    for picture, style in PICTURES.items():
-        picture.write_text(draw(style))
+    for picture, (contents, style) in PICTURES.items():
+        picture.write_text(draw(contents, style))
 
 
 if __name__ == "__main__":

@@ -286,26 +286,12 @@ def list_releases() -> Rows:
 # ---------------------------------------------------------------- predicted
 
 
-def load_predicted(name: str) -> dict[str, Any]:
-    """Return what a model gives for a GPU, by model and length (benchmark/on_a_gpu.md)."""
-    found: dict[str, Any] = json.loads((REPO / "benchmark" / name).read_text())
-    return found
-
-
-def list_predicted() -> Rows:
-    """Yield the least and the most ratio, by length."""
-    for model, ranges in load_predicted("predicted_ranges_h100.json").items():
-        cells = []
-        for ends in ranges.values():
-            cells.append(" to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in ends)))
-        yield model, *cells
-
-
-def list_predicted_ms() -> Rows:
-    """Yield milliseconds with and without SGLang's captured prefills."""
-    for model, lengths in load_predicted("predicted_h100.json").items():
-        for length, ms in lengths.items():
-            yield model, length, ms["off"], ms["off replayed"], ms["on"], ms["on replayed"]
+def list_predicted(part: str, columns: Sequence[str]) -> Rows:
+    """Yield what ``bench/predict.py`` has written of the cases that have all these columns."""
+    document = json.loads((RESULTS.parent / "predicted.json").read_text())
+    for case in document[part]:
+        if case.keys() >= set(columns):
+            yield [case[column] for column in columns]
 
 
 BY_NAME = "by name"
@@ -326,6 +312,11 @@ TRIED = {
     "H200": ("run", "run", "rehearsed"),
 }
 README, SUMMARY, LONG = "README.md", "benchmark/README.md", "benchmark/results/README.md"
+GPU = "benchmark/on_a_gpu.md"
+COMPARED = ("measured", "expected")
+REPLAYED = ("model", "tokens", "stock", "stock replayed", "captured", "both")
+PUBLISHED = ("link", "model", "gpu", "what", *COMPARED, "differs")
+CHECKED = ("run", "model", "tokens", "way", *COMPARED)
 PROFILE = ("host_ms", "whole_ms", "device_idle_ms", "kernels")
 ON_A_CPU = partial(list_ratios, (128, 512, 2048))
 ON_A_GPU = partial(list_ratios, (512, 1024, 8192, 32768))
@@ -338,8 +329,11 @@ TABLES = (
     Table("docs/settings.md", "settings", list_settings),
     Table("docs/upstream.md", "methods", list_methods),
     Table("docs/compatibility.md", "releases", list_releases),
-    Table("docs/prefill_graphs.md", "predicted ms", list_predicted_ms),
-    Table("benchmark/on_a_gpu.md", "predicted", list_predicted),
+    Table("docs/prefill_graphs.md", "predicted ms", partial(list_predicted, "H100", REPLAYED)),
+    Table(GPU, "predicted", partial(list_predicted, "H100", ("model", "tokens", "range"))),
+    Table(GPU, "checked", partial(list_predicted, "cases", CHECKED)),
+    Table(README, "published", partial(list_predicted, "cases", ("brief", *COMPARED))),
+    Table(SUMMARY, "published", partial(list_predicted, "cases", PUBLISHED)),
     Table(SUMMARY, "on a GPU", ON_A_GPU, "gpu_prefill_*.json", origins=False),
     Table(SUMMARY, "prefill", ON_A_CPU, "prefill_*mini_cpu_*.json", origins=False),
     Table(SUMMARY, "random traffic", list_random_traffic, "random_workload_*.json"),

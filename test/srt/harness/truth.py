@@ -31,6 +31,29 @@ def logprobs(model: Gemma4ForConditionalGeneration, prompt: Sequence[int]) -> to
     return after
 
 
+def continuation(
+    model: Gemma4ForConditionalGeneration, prompt: Sequence[int], count: int
+) -> list[int]:
+    """The ``count`` tokens that come after ``prompt``, each the most likely one.
+
+    ``generate`` of transformers 5.23 and later skips rows of the KV-shared layers as well, unless
+    it is to keep all logits.
+    """
+    rows = []
+    last = model.model.language_model.layers[-1]
+    with last.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[1])):
+        answer = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            logits_to_keep=0,
+        )
+    assert rows == [len(prompt)] + [1] * (count - 1), "the oracle has skipped rows"
+    found: list[int] = answer[0, len(prompt) :].tolist()
+    return found
+
+
 def server_logprobs(server: Server, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Log-probabilities of the token after each prompt of one /generate: [prompts, vocab]."""
     replies = server.generate(

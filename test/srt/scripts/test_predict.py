@@ -1,0 +1,129 @@
+"""The model of a prefill, against what was measured on a CPU and on GPUs; nothing is timed here."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scripts.bench import predict, prefill_model
+from scripts.result_files import RESULTS, load_results
+
+CLOSE = 0.15
+#: Nothing is fitted on a CPU: attention reaches what a matrix product does, and PyTorch needs about
+#: 5 us for an operation.
+ON_A_CPU = {"matrix": 1.0, "operation": 5e-6, "planning": 400.0, "passes": 30.0}
+NOTHING = dict.fromkeys(("skipped", "kernels", "key", "request", "step"), 0.0)
+
+
+def misses_on_a_cpu() -> list[float]:
+    """Errors of the ratios of E2B's and E4B's proportions, from one core's peak and bandwidth."""
+    core = json.loads((RESULTS / "device_cpu.json").read_text())
+    sheet = {"peak": core["peak"], "bandwidth": core["bandwidth"], "link": math.inf}
+    device = SimpleNamespace(itemsize=4, overlaps=False, **sheet)
+    rates = dict.fromkeys(("wide", "narrow"), core["peak"])
+    values = SimpleNamespace(**rates, **ON_A_CPU, **NOTHING)
+    found = []
+    for document in load_results("prefill_e*_cpu_*.json"):
+        about = {"model": document["model"], "ways": ("stock", "eager")}
+        for point in document["points"]:
+            load = point["load"]
+            if load["length"] >= 128 and load["batch_size"] == 1:
+                case = predict.new_case(tokens=load["length"], **about)
+                stock, fast = prefill_model.predict(case, values, device)
+                found.append((stock / fast).item() / point["ratio"] - 1)
+    return found
+
+
+def written() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(predict.PREDICTED.read_text())
+    return document
+
+
+def misses_on_a_gpu() -> list[float]:
+    """Errors of our prefills on the H200 with the values that were fitted: ratios, and stock's time
+    where it is not the host's."""
+    values, found = SimpleNamespace(**written()["fitted"]), []
+    for case in predict.list_cases():
+        if case.file and case.what == "forward" and case.ways[1] != "stock replayed":
+            off, on = prefill_model.predict(case, values)
+            found.append((off / on).item() / case.ratio - 1)
+            if case.tokens >= 4096:
+                found.append(off.item() / case.off - 1)
+    return found
+
+
+def test_on_a_cpu() -> None:
+    found = misses_on_a_cpu()
+    assert len(found) == 7
+    assert max(map(abs, found)) < CLOSE
+
+
+def test_on_a_gpu() -> None:
+    found = misses_on_a_gpu()
+    assert len(found) == 26
+    assert max(map(abs, found)) < CLOSE
+
+
+def no_attention(case: Any, whole: Any, values: Any) -> Any:
+    return 0.0 * whole
+
+
+@pytest.mark.parametrize("broken", ["attention", "the cut", "weights", "the host"])
+def test_a_broken_model_is_seen(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Each part left out makes it miss on the CPU or on the GPU."""
+    if broken == "attention":
+        monkeypatch.setattr(prefill_model, "attention_seconds", no_attention)
+    if broken == "the cut":
+        for way in ("captured", "eager"):
+            monkeypatch.setitem(prefill_model.MODEL["ways"][way], "cut", 99)
+    if broken == "the host":
+        for way in ("stock", "captured"):
+            monkeypatch.setitem(prefill_model.MODEL["ways"][way], "own", 0.0)
+    if broken == "weights":
+        monkeypatch.setattr(np, "maximum", lambda computed, _: computed)
+    assert max(map(abs, misses_on_a_cpu() + misses_on_a_gpu())) > CLOSE
+
+
+def test_leave_one_out() -> None:
+    """E4B's prefills are predicted by a fit to E2B's, and the other way round."""
+    cases = [case for case in predict.list_cases() if case.file and case.tokens in (1024, 8192)]
+    cases = [case for case in cases if case.ways[1] == "captured"]
+    assert {case.model for case in cases} == {"E2B", "E4B"}
+    predict.leave_one_out(cases)
+    for case in cases:
+        assert case.predicted == pytest.approx(case.ratio, rel=CLOSE)
+
+
+def test_what_is_written_is_of_these_measurements() -> None:
+    """Else ``predict.py`` is to be run again."""
+    for case, known in zip(predict.list_cases(), written()["cases"], strict=True):
+        assert (case.name, case.ratio, case.tokens) == (
+            known["name"],
+            known["ratio"],
+            known["tokens"],
+        )
+
+
+def test_our_measurements_are_where_they_are_said_to_be() -> None:
+    """And the times of prefills were steady."""
+    for entry in prefill_model.MODEL["own"]:
+        document = json.loads((RESULTS / entry["file"]).read_text())
+        _, index, *_ = entry["off"]
+        point = document["points"][index]
+        load = point.get("load", {"length": document.get("prompt")})
+        assert (document["model"], load["length"]) == (entry["model"], entry["tokens"])
+        if "load" in point:
+            assert point["off"]["p80"] < 1.25 * point["off"]["p20"]
+
+
+def test_ranges_hold_what_was_measured() -> None:
+    ranges = {(case["model"], case["tokens"]): case for case in written()["H200"]}
+    for case in predict.list_cases():
+        of_the_length = ranges.get((case.model, case.tokens))
+        if case.file and case.ways[1] == "captured" and of_the_length:
+            assert of_the_length["low"] <= case.ratio <= of_the_length["high"]
