@@ -28,7 +28,8 @@ class KeptRows:
         indices: the kept rows among the T rows, ascending, in 64 bits.
         total: T.
         count: rows kept, m_0 + m_1 + ...
-        one_per_request: every request keeps exactly its last row: the tail is a decode step.
+        one_per_request: every request keeps exactly its last row. Only then the tail is a decode
+            step (``tail_batch``) and may be captured, and prompts with media are cut.
     """
 
     lens: list[int]

@@ -173,6 +173,12 @@ def test_an_argument_of_the_server(arguments: dict[str, Any], reason: object) ->
         assert str(limits.find_server_reason()) == str(reason)
 
 
+def test_every_argument_that_refuses_is_tried() -> None:
+    """A reason without a row above would have no test."""
+    listed = {reason: set(names) for reason, names in limits.UNSUPPORTED_ARGUMENTS.items()}
+    assert {reason: set(names) for reason, names in REFUSING.items()} == listed
+
+
 RANKS = {"tp_size": 2}
 # As an operator types them; SGLang resolves and publishes them.
 TYPED: list[tuple[dict[str, Any], object]] = [
@@ -207,7 +213,8 @@ def test_every_argument_and_variable_is_judged_in_one_place() -> None:
     judged, known = limits.list_judged_arguments(), reviewed_arguments.reviewed()
     unread = reviewed_arguments.installed() - judged - known
     assert unread == set(), f"read what SGLang does with {sorted(unread)}, and list them"
-    assert judged & known == set()
+    stale = judged & known
+    assert stale == set(), f"run scripts/dev/reviewed_arguments.py: {sorted(stale)}"
     if Version(version("sglang")) == compat.release.LAST_TESTED:
         assert [name for name in judged if not compat.server.has_name(name)] == []
 
