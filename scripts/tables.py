@@ -121,11 +121,9 @@ def list_backends() -> Rows:
     """Yield Gemma 4's attention backends; flags with equal cells share a row."""
     from sglang_gemma4_yoco.compat import backends
 
-    model, found = backends.GEMMA4, defaultdict[tuple[str, str], list[str]](list)
-    for row in backends.TABLE:
-        if model in row.flags:
-            cells = (row.chosen.get(model, BY_NAME), describe_backend(row, model))
-            found[cells] += row.flags[model]
+    found = defaultdict[tuple[str, str], list[str]](list)
+    for row in backends.judge(backends.GEMMA4).values():
+        found[row.chosen, describe_backend(row)] += row.flags
     for cells, flags in found.items():
         yield format_flags(flags), *cells
 
@@ -134,34 +132,30 @@ def list_backend_modes() -> Rows:
     """Yield each model's attention backends, when SGLang chooses them, and what happens."""
     from sglang_gemma4_yoco.compat import backends
 
-    for model, row in product((backends.GEMMA4, backends.GEMMA3N), backends.TABLE):
-        if model not in row.flags:
-            continue
-        evidence = row.prefills[model]
-        happens = describe_backend(row, model)
-        if evidence.note:
-            happens += f": {evidence.note}"
-        flags = f"{model}, {format_flags(row.flags[model])}"
-        yield flags, row.chosen.get(model, BY_NAME), happens
+    for row in backends.TABLE:
+        happens = describe_backend(row)
+        if row.note:
+            happens += f": {row.note}"
+        yield f"{row.model}, {format_flags(row.flags)}", row.chosen, happens
 
 
 def list_cards() -> Rows:
     """Yield GPUs: what SGLang chooses there for Gemma 4, and how far each feature was tried."""
     from sglang_gemma4_yoco.compat import backends
 
-    admitted = backends.judge(backends.GEMMA4)
+    refused = backends.list_flags(backends.judge(backends.GEMMA4), backends.STOCK)
     for card, (architecture, flag) in CARDS.items():
         features = TRIED.get(card, ("read",) * 3)
-        if admitted.prefills[admitted.flags[flag]].how == backends.STOCK:
+        if flag in refused:
             features = ("stock",) * 3
         yield card, architecture, f"`{flag}`", *features
 
 
-def describe_backend(row: Backend, model: str) -> str:
+def describe_backend(row: Backend) -> str:
     """Return what happens to prefills of a model on a class of attention backends."""
-    if row.prefills[model].how == "stock":
+    if row.prefills == "stock":
         return "stock"
-    if model in row.tail:
+    if row.tail:
         return "active"
     return "active; the tail runs on Triton"
 
@@ -294,7 +288,6 @@ def list_predicted(part: str, columns: Sequence[str]) -> Rows:
             yield [case[column] for column in columns]
 
 
-BY_NAME = "by name"
 #: GPUs: the architecture, and the attention backend that SGLang 0.5.23 chooses for Gemma 4.
 CARDS = {
     "A100": ("SM80", "triton"),

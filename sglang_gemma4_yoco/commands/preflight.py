@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands.console import CommandError, Report
 from sglang_gemma4_yoco.commands.redact import show_flags
+from sglang_gemma4_yoco.compat.backends import READ, RUN, list_flags
 from sglang_gemma4_yoco.core.model import TextModel
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import classes, limits, metrics, patch
@@ -164,10 +165,10 @@ def _judge(report: Report, kind: TextModel, argument: Any) -> None:
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
     attention = sorted(map(str, names))
     report.add("attention backend", ", ".join(attention), attention=attention)
-    known, backends = kind.ATTENTION, compat.backends
-    others = [name for name in attention if name not in known.list_flags(backends.RUN)]
+    run = list_flags(kind.ATTENTION, RUN)
+    others = [name for name in attention if name not in run]
     if others:
-        admitted = ", ".join(known.list_flags(backends.RUN, backends.READ))
+        admitted = ", ".join(list_flags(kind.ATTENTION, RUN, READ))
         report.unknowns.append(
             f"attention by {', '.join(others)}: settled when a server has built it. Admitted for "
             f"this model are {admitted}, and hybrids of them"

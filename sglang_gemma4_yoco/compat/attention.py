@@ -18,7 +18,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode as capture_mode
 
 from sglang_gemma4_yoco.compat import batch, server
-from sglang_gemma4_yoco.compat.backends import TRITON
+from sglang_gemma4_yoco.compat.backends import TRITON, get_path
 from sglang_gemma4_yoco.replaced import replaced
 
 #: The tail's attention backend, by its name in SGLang's registry.
@@ -85,7 +85,7 @@ def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
 @cache
 def is_triton(kind: type) -> bool:
     """Whether a backend of this class is SGLang's own on Triton, or derived from it."""
-    return any(base.__name__ == TRITON for base in kind.__mro__)
+    return any(get_path(base) == TRITON for base in kind.__mro__)
 
 
 def _counts_the_window_short(backend: Any) -> bool:

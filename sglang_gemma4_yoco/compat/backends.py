@@ -10,14 +10,9 @@ tail if a decode step over a donor's K and V sees what the prefill's row sees, a
 it reads only buffers that planning fills.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sglang_gemma4_yoco.refusal import ServerRefusal
-
-#: The models, as the documents call them.
-GEMMA4, GEMMA3N = "Gemma 4", "Gemma 3n"
-TRITON = "TritonAttnBackend"
 
 #: Tests run SGLang's own class.
 RUN = "run"
@@ -26,202 +21,137 @@ READ = "read"
 #: Not admitted.
 STOCK = "stock"
 
-TRITON_FAILS = ServerRefusal(
-    "SGLang cannot run Gemma 3n's prefills on Triton's attention, which returns heads that the "
-    "layer does not flatten (sgl-project/sglang#37515)"
-)
-FLASHINFER = ServerRefusal(
-    "FlashInfer's prefills of Gemma 3n may read other requests' K and V, or see one key less "
-    "behind a cached prefix (docs/upstream.md)"
-)
 
-
-@dataclass(frozen=True)
-class Evidence:
-    """What is known of a class for one model.
+class Backend(NamedTuple):
+    """A class of attention backends, and what is known of it for one model.
 
     Attributes:
-        how: ``RUN``, ``READ`` or ``STOCK``.
+        model: as the documents call it.
+        path: of the class in SGLang 0.5.22 and 0.5.23, its module included.
+        flags: the values of ``--attention-backend`` for which SGLang builds it for this model.
+        prefills: ``RUN``, ``READ`` or ``STOCK``.
         tests: files below ``test/srt``, or tests in them. They show that the class is right; if its
             source was read, that another class in its place is; else that it is refused.
+        tail: tests that run the tail on it. Without them it may not run the tail.
+        chosen: when SGLang chooses it.
         note: for the documents, in Markdown.
         reason: what a server logs that is refused for this, if not the general reason.
     """
 
-    how: str
+    model: str
+    path: str
+    flags: tuple[str, ...]
+    prefills: str
     tests: tuple[str, ...]
+    tail: tuple[str, ...] = ()
+    chosen: str = "by name"
     note: str = ""
     reason: ServerRefusal | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backend:
-    """A class of attention backends, as SGLang 0.5.23 has it.
+GEMMA4, GEMMA3N = "Gemma 4", "Gemma 3n"
 
-    Attributes:
-        name: of the class.
-        module: the module that defines it, below ``sglang.srt``.
-        lines: of that module, where the window and the shape of what is returned were read.
-        flags: by model the values of ``--attention-backend`` for which it is built.
-        chosen: by model when SGLang chooses it, if not by name alone.
-        prefills: by model whether it may serve prefills.
-        tail: by model whether it may run the tail.
-    """
+TRITON = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
+TRTLLM = "sglang.srt.layers.attention.trtllm_mha_backend.TRTLLMHAAttnBackend"
+FA = "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend"
+XPU = "sglang.srt.layers.attention.xpu_backend.XPUAttentionBackend"
+AITER = "sglang.srt.layers.attention.aiter_backend.AiterAttnBackend"
+ASCEND = "sglang.srt.hardware_backend.npu.attention.ascend_backend.AscendAttnBackend"
+AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
+FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend"
 
-    name: str
-    module: str
-    lines: str = ""
-    flags: Mapping[str, tuple[str, ...]]
-    chosen: Mapping[str, str] = field(default_factory=dict)
-    prefills: Mapping[str, Evidence]
-    tail: Mapping[str, Evidence] = field(default_factory=dict)
-
-
-_AS_READ = {
-    GEMMA4: Evidence(
-        READ,
-        ("server/test_pages", "triton/test_any_backend_triton", "forward/test_any_backend"),
-    ),
-    GEMMA3N: Evidence(
-        READ,
-        (
-            *("server/test_gemma3n_server", "forward/test_gemma3n"),
-            *("forward/test_ranks::test_ranks_of_gemma3n", "triton/test_gemma3n_triton"),
-        ),
-    ),
+#: Of SGLang 0.5.23, where the window and the shape of what is returned were read.
+LINES = {
+    TRTLLM: "1678, 1691, 1958 and 2035",
+    FA: "1558 to 1568, 2064, 2137 to 2147 and 2416",
+    XPU: "747 to 752, 1050, 1413 to 1420 and 1624",
 }
-_REFUSED = ("unit/test_limits::test_an_attention_backend",)
-_NARROW = Evidence(STOCK, _REFUSED, "its window is one key narrower in some of its kernels")
 
-TABLE = (
-    Backend(
-        name=TRITON,
-        module="layers.attention.triton_backend",
-        flags={GEMMA4: ("triton",), GEMMA3N: ("triton",)},
-        chosen={GEMMA4: "by default, except on SM100 (so also on an H100 and on AMD)"},
-        prefills={
-            GEMMA4: Evidence(RUN, ("triton/test_hard_batches",)),
-            # In all releases that were tested.
-            GEMMA3N: Evidence(
-                STOCK,
-                ("triton/test_gemma3n_triton::test_alone",),
-                "SGLang stops at the first prefill "
-                "([the fault](upstream/gemma3n_attention_output.md))",
-                TRITON_FAILS,
-            ),
-        },
-        tail={
-            GEMMA4: Evidence(RUN, ("triton/test_hard_batches", "triton/test_any_backend_triton")),
-            GEMMA3N: Evidence(RUN, ("triton/test_gemma3n_triton::test_beside_another_backend",)),
-        },
-    ),
-    Backend(
-        name="TRTLLMHAAttnBackend",
-        module="layers.attention.trtllm_mha_backend",
-        lines="1678, 1691, 1958 and 2035",
-        flags={GEMMA4: ("trtllm_mha",), GEMMA3N: ("trtllm_mha",)},
-        chosen=dict.fromkeys((GEMMA4, GEMMA3N), "by default on SM100 (such as B200)"),
-        prefills=_AS_READ,
-    ),
-    Backend(
-        name="FlashAttentionBackend",
-        module="layers.attention.flashattention_backend",
-        lines="1558 to 1568, 2064, 2137 to 2147 and 2416",
-        flags={GEMMA4: ("fa4",), GEMMA3N: ("fa3", "fa4")},
-        chosen={GEMMA3N: "`fa3` by default on SM90 (such as H100)"},
-        prefills=_AS_READ,
-    ),
-    Backend(
-        name="XPUAttentionBackend",
-        module="layers.attention.xpu_backend",
-        lines="747 to 752, 1050, 1413 to 1420 and 1624",
-        flags={GEMMA4: ("intel_xpu",), GEMMA3N: ("intel_xpu",)},
-        prefills=_AS_READ,
-    ),
-    Backend(
-        name="AiterAttnBackend",
-        module="layers.attention.aiter_backend",
-        flags={GEMMA4: ("aiter",), GEMMA3N: ("aiter",)},
-        chosen={GEMMA3N: "by default on AMD"},
-        prefills={GEMMA4: _NARROW, GEMMA3N: _NARROW},
-    ),
-    Backend(
-        name="AscendAttnBackend",
-        module="hardware_backend.npu.attention.ascend_backend",
-        flags={GEMMA4: ("ascend",)},
-        chosen={GEMMA4: "by name, or by its platform"},
-        prefills={
-            GEMMA4: Evidence(STOCK, _REFUSED, "its pools and forward modes are its own"),
-        },
-    ),
-    Backend(
-        name="IntelAMXAttnBackend",
-        module="layers.attention.intel_amx_backend",
-        flags={GEMMA4: ("intel_amx",)},
-        chosen={GEMMA4: "by name, or by its platform"},
-        prefills={
-            GEMMA4: Evidence(
-                STOCK,
-                _REFUSED,
-                "its decode step writes K and V of as many rows as there are queries, and there is "
-                "no Triton beside it",
-            ),
-        },
-    ),
-    Backend(
-        name="FlashInferAttnBackend",
-        module="layers.attention.flashinfer_backend",
-        flags={GEMMA3N: ("flashinfer",)},
-        chosen={GEMMA3N: "by default on other NVIDIA GPUs"},
-        prefills={
-            GEMMA3N: Evidence(
-                STOCK,
-                ("forward/test_gemma3n::test_flashinfer",),
-                "it may read other requests' K and V, and its windows differ between rows: "
-                "[what was read](upstream/gemma3n_window.md)",
-                FLASHINFER,
-            ),
-        },
-    ),
+TRITON_FAILS = ServerRefusal(
+    "SGLang cannot run Gemma 3n's prefills on Triton's attention, which returns heads that the "
+    "layer does not flatten (sgl-project/sglang#37515)"
+)
+FLASHINFER_DIFFERS = ServerRefusal(
+    "FlashInfer's prefills of Gemma 3n may read other requests' K and V, or see one key less "
+    "behind a cached prefix (docs/upstream.md)"
 )
 
+_HARD, _ANY = "triton/test_hard_batches", "triton/test_any_backend_triton"
+_READ_4 = ("server/test_pages", _ANY, "forward/test_any_backend")
+_READ_3N = (
+    "server/test_gemma3n_server",
+    "forward/test_gemma3n",
+    "forward/test_ranks::test_ranks_of_gemma3n",
+    "triton/test_gemma3n_triton",
+)
+_REFUSED = ("unit/test_limits::test_an_attention_backend",)
 
-@dataclass(frozen=True)
-class Attention:
-    """What is known of attention backends for one model.
+_NOT_SM100 = "by default, except on SM100 (so also on an H100 and on AMD)"
+_SM100 = "by default on SM100 (such as B200)"
+_SM90 = "`fa3` by default on SM90 (such as H100)"
+_AMD = "by default on AMD"
+_PLATFORM = "by name, or by its platform"
 
-    Attributes:
-        flags: the class by the value of ``--attention-backend`` for which it is built.
-        prefills: by class whether it may serve prefills.
-        tail: the classes that may run the tail.
-    """
+_NARROW = "its window is one key narrower in some of its kernels"
+_OWN_POOLS = "its pools and forward modes are its own"
+_NO_TRITON = (
+    "its decode step writes K and V of as many rows as there are queries, and there is no Triton "
+    "beside it"
+)
 
-    flags: Mapping[str, str]
-    prefills: dict[str, Evidence]
-    tail: set[str]
-
-    def list_flags(self, *how: str) -> list[str]:
-        """Return the flags of the classes of which this is known."""
-        return [flag for flag, name in self.flags.items() if self.prefills[name].how in how]
+TABLE = (
+    Backend(GEMMA4, TRITON, ("triton",), RUN, (_HARD,), tail=(_HARD, _ANY), chosen=_NOT_SM100),
+    Backend(GEMMA4, TRTLLM, ("trtllm_mha",), READ, _READ_4, chosen=_SM100),
+    Backend(GEMMA4, FA, ("fa4",), READ, _READ_4),
+    Backend(GEMMA4, XPU, ("intel_xpu",), READ, _READ_4),
+    Backend(GEMMA4, AITER, ("aiter",), STOCK, _REFUSED, note=_NARROW),
+    Backend(GEMMA4, ASCEND, ("ascend",), STOCK, _REFUSED, chosen=_PLATFORM, note=_OWN_POOLS),
+    Backend(GEMMA4, AMX, ("intel_amx",), STOCK, _REFUSED, chosen=_PLATFORM, note=_NO_TRITON),
+    Backend(
+        *(GEMMA3N, TRITON, ("triton",), STOCK, ("triton/test_gemma3n_triton::test_alone",)),
+        tail=("triton/test_gemma3n_triton::test_beside_another_backend",),
+        # In all releases that were tested.
+        note="SGLang stops at the first prefill "
+        "([the fault](upstream/gemma3n_attention_output.md))",
+        reason=TRITON_FAILS,
+    ),
+    Backend(GEMMA3N, TRTLLM, ("trtllm_mha",), READ, _READ_3N, chosen=_SM100),
+    Backend(GEMMA3N, FA, ("fa3", "fa4"), READ, _READ_3N, chosen=_SM90),
+    Backend(GEMMA3N, XPU, ("intel_xpu",), READ, _READ_3N),
+    Backend(GEMMA3N, AITER, ("aiter",), STOCK, _REFUSED, chosen=_AMD, note=_NARROW),
+    Backend(
+        *(GEMMA3N, FLASHINFER, ("flashinfer",), STOCK, ("forward/test_gemma3n::test_flashinfer",)),
+        chosen="by default on other NVIDIA GPUs",
+        note="it may read other requests' K and V, and its windows differ between rows: "
+        "[what was read](upstream/gemma3n_window.md)",
+        reason=FLASHINFER_DIFFERS,
+    ),
+)
+#: What ``TABLE`` has for one model, by the path of the class.
+Attention = dict[str, Backend]
 
 
 def judge(model: str) -> Attention:
     """Return what ``TABLE`` has for a model."""
-    flags: dict[str, str] = {}
-    found = Attention(flags, {}, set())
-    for row in TABLE:
-        if model in row.prefills:
-            flags |= dict.fromkeys(row.flags[model], row.name)
-            found.prefills[row.name] = row.prefills[model]
-        if model in row.tail:
-            found.tail.add(row.name)
-    return found
+    return {row.path: row for row in TABLE if row.model == model}
+
+
+def list_flags(attention: Attention, *prefills: str) -> list[str]:
+    """Return the flags of the classes of which this is known."""
+    return [flag for row in attention.values() if row.prefills in prefills for flag in row.flags]
+
+
+def get_path(kind: type) -> str:
+    """Return a class's name with its module; other packages have classes of the same name."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def may_run_tail(attention: Attention, backend: object) -> bool:
+    """Return true if the tail may run on a backend: tests have run it on its class."""
+    row = attention.get(get_path(type(backend)))
+    return row is not None and bool(row.tail)
 
 
 def list_modules() -> list[str]:
-    """Return the modules, below ``sglang.srt``, of the classes that a model admits."""
-    modules = []
-    for row in TABLE:
-        if any(evidence.how != STOCK for evidence in row.prefills.values()):
-            modules.append(row.module)
-    return modules
+    """Return the modules of the classes that a model admits for prefills."""
+    return [row.path.rpartition(".")[0] for row in TABLE if row.prefills != STOCK]

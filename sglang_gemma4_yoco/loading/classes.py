@@ -126,7 +126,7 @@ def list_modules() -> list[str]:
     for kind in registry.MODELS:
         modules += (*kind.SGLANG.outer_models, *kind.SGLANG.modules)
     modules += [f"sglang.srt.layers.{name}" for name in LAYERS]
-    return modules + [f"sglang.srt.{name}" for name in compat.backends.list_modules()]
+    return modules + compat.backends.list_modules()
 
 
 def _list_objects(model: Any) -> dict[str, Any]:

@@ -241,18 +241,6 @@ def _check_table(argument: Callable[[str], Any]) -> ServerRefusal | None:
 # -- attention backends ----------------------------------------------------------------------------
 
 NO_TAIL = ServerRefusal("no attention backend could be built for the tail")
-_SGLANG = "sglang.srt."  # its image models' classes have the same names
-
-
-def get_backend_key(backend: Any) -> str:
-    """The name of an attention backend's class in ``compat.backends``.
-
-    A class of another package is named with its module: it is not SGLang's of the same name.
-    """
-    kind = type(backend)
-    if kind.__module__.startswith(_SGLANG):
-        return kind.__name__
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def find_backend_reason(main: Any, attention: compat.backends.Attention) -> ServerRefusal | None:
@@ -265,10 +253,10 @@ def find_backend_reason(main: Any, attention: compat.backends.Attention) -> Serv
     for part in compat.attention.list_parts(main):
         name = type(part).__name__
         unknown = ServerRefusal(f"the attention backend {name} is not known to be right")
-        known = attention.prefills.get(get_backend_key(part))
+        known = attention.get(compat.backends.get_path(type(part)))
         if known is None:
             return unknown
-        if known.how == compat.backends.STOCK:
+        if known.prefills == compat.backends.STOCK:
             return known.reason or unknown
     return None
 
@@ -386,9 +374,8 @@ def has_independent_rows(layer: Any) -> bool:
     No kind of a mixture of experts is: experts may be chosen, or rounded, for a batch as a whole.
     """
     method, kind = layer.quant_method, get_linear_kind(layer)
-    if not (
-        isinstance(layer, compat.layers.LinearBase) and type(method).__module__.startswith(_SGLANG)
-    ):
+    is_sglangs = type(method).__module__.startswith("sglang.srt.")
+    if not (isinstance(layer, compat.layers.LinearBase) and is_sglangs):
         return False
     if kind == "UnquantizedLinearMethod":
         return compat.layers.is_plain_tensor(layer.weight)

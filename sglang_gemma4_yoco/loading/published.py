@@ -15,7 +15,7 @@ from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.core.tail_batch import TailBatch, rewrite_batch
-from sglang_gemma4_yoco.loading import limits, start
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.models import gemma4
 
 
@@ -30,7 +30,7 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     current = compat.attention.get_current_backend()
     if eligibility.find_ineligible_reason(state, forward_batch) is not None:
         return False
-    return current is None or limits.get_backend_key(current) in state.kind.ATTENTION.tail
+    return current is None or compat.backends.may_run_tail(state.kind.ATTENTION, current)
 
 
 def _yoco_truncate_to_last_tokens(

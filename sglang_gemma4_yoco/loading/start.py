@@ -111,7 +111,7 @@ def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
         tail = compat.attention.build_backend(runner, model.layers)
-        if limits.get_backend_key(tail) in registry.find_kind(model).ATTENTION.tail:
+        if compat.backends.may_run_tail(registry.find_kind(model).ATTENTION, tail):
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves

@@ -151,12 +151,11 @@ def register_as_proven() -> None:
     registry = sys.modules.get("sglang_gemma4_yoco.models.registry")
     if registry is None:
         return
-    run = sys.modules["sglang_gemma4_yoco.compat.backends"].Evidence("run", ())
-    windowed = f"{__name__}.{WindowedTorchNativeBackend.__name__}"
-    for kind in registry.MODELS:
-        admitted = {windowed: run, f"{__name__}.{FrontBackend.__name__}": run}
-        kind.ATTENTION.prefills.update(admitted)
-        kind.ATTENTION.tail.add(windowed)
+    backends, tests = sys.modules["sglang_gemma4_yoco.compat.backends"], ("forward",)
+    for admitted, tail in ((WindowedTorchNativeBackend, tests), (FrontBackend, ())):
+        path = backends.get_path(admitted)
+        for kind in registry.MODELS:
+            kind.ATTENTION[path] = backends.Backend("any", path, (), backends.RUN, tests, tail)
 
 
 def _as_one_node(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

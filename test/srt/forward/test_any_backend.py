@@ -25,6 +25,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.compat import backends
 from sglang_gemma4_yoco.loading import limits
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -114,12 +115,13 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
         assert times(limits.NO_TAIL) == 1
 
 
-def named(name: str) -> type:
+def named(path: str) -> type:
     """A backend of this name of SGLang's, which computes what the reference does."""
-    return type(name, (FrontBackend,), {"__module__": "sglang.srt.layers.attention.a"})
+    module, _, name = path.rpartition(".")
+    return type(name, (FrontBackend,), {"__module__": module})
 
 
-TAILLESS = ("TRTLLMHAAttnBackend", "FlashAttentionBackend", "XPUAttentionBackend")
+TAILLESS = (backends.TRTLLM, backends.FA, backends.XPU)
 
 
 @pytest.mark.parametrize("kind", [FrontBackend, *map(named, TAILLESS)])

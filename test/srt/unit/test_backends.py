@@ -19,14 +19,19 @@ from harness.documented import TESTS, missing_tests
 from scripts import tables
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.compat.backends import (
+    FA,
     GEMMA3N,
     GEMMA4,
+    LINES,
     READ,
     RUN,
     STOCK,
     TABLE,
+    TRITON,
+    TRTLLM,
+    XPU,
     Backend,
-    Evidence,
+    list_flags,
 )
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 
@@ -40,51 +45,50 @@ AS_READ = pytest.mark.skipif(
 # own it sees in a window layer: as many as the layer says. A class whose source lacks this hides no
 # key, or is told elsewhere. Triton's decode step reads the keys that its planner lists.
 WINDOWS = {
-    "TritonAttnBackend": (
+    TRITON: (
         "-1 if bidirectional_extend else layer.sliding_window_size",
         "kv_indices = self.forward_metadata.window_kv_indices",
     ),
-    "TRTLLMHAAttnBackend": ("window_left=layer.sliding_window_size",) * 2,
-    "FlashAttentionBackend": (
+    TRTLLM: ("window_left=layer.sliding_window_size",) * 2,
+    FA: (
         "(layer.sliding_window_size, 0 if causal else layer.sliding_window_size)",
         "window_size = (layer.sliding_window_size, 0)",
     ),
-    "XPUAttentionBackend": ("(layer.sliding_window_size, 0)",) * 2,
+    XPU: ("(layer.sliding_window_size, 0)",) * 2,
 }
 #: By model: which of these were found right for prefills, and how.
 REVIEWED = {
-    (GEMMA4, "TritonAttnBackend"): RUN,
-    (GEMMA4, "TRTLLMHAAttnBackend"): READ,
-    (GEMMA4, "FlashAttentionBackend"): READ,
-    (GEMMA4, "XPUAttentionBackend"): READ,
-    (GEMMA3N, "TRTLLMHAAttnBackend"): READ,
-    (GEMMA3N, "FlashAttentionBackend"): READ,
-    (GEMMA3N, "XPUAttentionBackend"): READ,
+    (GEMMA4, TRITON): RUN,
+    (GEMMA4, TRTLLM): READ,
+    (GEMMA4, FA): READ,
+    (GEMMA4, XPU): READ,
+    (GEMMA3N, TRTLLM): READ,
+    (GEMMA3N, FA): READ,
+    (GEMMA3N, XPU): READ,
 }
 #: For the tail. Another class would need its decode windows compared with its extend windows.
-TAILS = {(GEMMA4, "TritonAttnBackend"): RUN, (GEMMA3N, "TritonAttnBackend"): RUN}
-ADMITTED = [row for row in TABLE if any(e.how != STOCK for e in row.prefills.values())]
-EVIDENCE = [
-    pytest.param(row, evidence, id=f"{row.name}, {model}")
-    for row in TABLE
-    for known in (row.prefills, row.tail)
-    for model, evidence in known.items()
-]
+TAILS = {(GEMMA4, TRITON), (GEMMA3N, TRITON)}
+ADMITTED = sorted({row.path for row in TABLE if row.prefills != STOCK})
 
 
-def by_name(row: Backend) -> str:
-    return row.name
+def name_of(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
-def source_of(row: Backend) -> str:
-    return (SGLANG / f"{row.module.replace('.', '/')}.py").read_text()
+def in_words(row: Backend) -> str:
+    return f"{name_of(row.path)}, {row.model}"
 
 
-def method_of(row: Backend, name: str) -> str:
+def source_of(path: str) -> str:
+    module = path.rpartition(".")[0].removeprefix("sglang.srt.")
+    return (SGLANG / f"{module.replace('.', '/')}.py").read_text()
+
+
+def method_of(path: str, name: str) -> str:
     """The source of a method that this class defines itself; of many classes it is not imported."""
-    source = source_of(row)
+    source = source_of(path)
     for kind in ast.parse(source).body:
-        if isinstance(kind, ast.ClassDef) and kind.name == row.name:
+        if isinstance(kind, ast.ClassDef) and kind.name == name_of(path):
             for method in kind.body:
                 if isinstance(method, ast.FunctionDef) and method.name == name:
                     return str(ast.get_source_segment(source, method))
@@ -93,65 +97,65 @@ def method_of(row: Backend, name: str) -> str:
 
 def test_what_is_admitted_was_reviewed() -> None:
     """Each class for each model: nobody is admitted because another one is."""
-    prefills, tails = {}, {}
-    for row in TABLE:
-        for model, evidence in row.prefills.items():
-            if evidence.how != STOCK:
-                prefills[model, row.name] = evidence.how
-        for model, evidence in row.tail.items():
-            tails[model, row.name] = evidence.how
+    prefills = {(row.model, row.path): row.prefills for row in TABLE if row.prefills != STOCK}
     assert prefills == REVIEWED
-    assert tails == TAILS
+    assert {(row.model, row.path) for row in TABLE if row.tail} == TAILS
 
 
-@pytest.mark.parametrize("row", ADMITTED, ids=by_name)
-def test_an_admitted_class_reads_the_layers_window(row: Backend) -> None:
+@pytest.mark.parametrize("path", ADMITTED, ids=name_of)
+def test_an_admitted_class_reads_the_layers_window(path: str) -> None:
     """In both kinds of steps; what has no window at all attends to keys that stock hides."""
     for name in ("forward_extend", "forward_decode"):
-        assert "layer.sliding_window_size" in method_of(row, name)
+        assert "layer.sliding_window_size" in method_of(path, name)
 
 
 @AS_READ
-@pytest.mark.parametrize("row", ADMITTED, ids=by_name)
-def test_a_window_is_what_the_layer_says(row: Backend) -> None:
-    extend, decode = WINDOWS[row.name]
-    assert extend in method_of(row, "forward_extend")
-    assert decode in method_of(row, "forward_decode")
+@pytest.mark.parametrize("path", ADMITTED, ids=name_of)
+def test_a_window_is_what_the_layer_says(path: str) -> None:
+    extend, decode = WINDOWS[path]
+    assert extend in method_of(path, "forward_extend")
+    assert decode in method_of(path, "forward_decode")
 
 
 def test_a_class_without_windows_is_seen() -> None:
-    module = "layers.attention.torch_flex_backend"
-    row = Backend(name="TorchFlexAttnBackend", module=module, flags={}, prefills={})
+    path = "sglang.srt.layers.attention.torch_flex_backend.TorchFlexAttnBackend"
     for name in ("forward_extend", "forward_decode"):
-        assert "self" in method_of(row, name)
-        assert "sliding_window" not in method_of(row, name)
+        assert "self" in method_of(path, name)
+        assert "sliding_window" not in method_of(path, name)
 
 
-@pytest.mark.parametrize(("row", "evidence"), EVIDENCE)
-def test_evidence(row: Backend, evidence: Evidence) -> None:
+@pytest.mark.parametrize("row", TABLE, ids=in_words)
+def test_evidence(row: Backend) -> None:
     """There are tests; of what was run they name SGLang's class; of what was read the lines are."""
-    assert evidence.tests
-    assert missing_tests(evidence.tests) == []
-    if evidence.how == RUN:
-        for test in evidence.tests:
-            assert row.name in (TESTS / f"{test.partition('::')[0]}.py").read_text()
-    elif evidence.how == READ:
-        assert row.lines
+    assert row.tests
+    assert missing_tests((*row.tests, *row.tail)) == []
+    ran = list(row.tail)
+    if row.prefills == RUN:
+        ran += row.tests
+    elif row.prefills == READ:
+        assert LINES[row.path]
     else:
-        assert evidence.how == STOCK
-        assert evidence.note
+        assert row.prefills == STOCK
+        assert row.note
+    for test in ran:
+        assert name_of(row.path) in (TESTS / f"{test.partition('::')[0]}.py").read_text()
 
 
 @AS_READ
-@pytest.mark.parametrize("row", TABLE, ids=by_name)
+@pytest.mark.parametrize("row", TABLE, ids=in_words)
 def test_a_flag_builds_its_class(row: Backend) -> None:
     """By SGLang's registry."""
     registry = (SGLANG / "layers" / "attention" / "attention_registry.py").read_text()
-    for flag in {flag for flags in row.flags.values() for flag in flags}:
+    assert row.flags
+    for flag in row.flags:
         [function] = re.findall(rf'_backend\("{flag}"\)\ndef (?s:.*?)(?=\n@|\Z)', registry)
-        assert f"return {row.name}(" in function
-    assert row.flags.keys() == row.prefills.keys()
-    assert f"\nclass {row.name}(" in source_of(row)
+        assert f"return {name_of(row.path)}(" in function
+    assert f"\nclass {name_of(row.path)}(" in source_of(row.path)
+
+
+def test_a_class_has_one_row_for_a_model() -> None:
+    """A second one would replace it."""
+    assert len({(row.model, row.path) for row in TABLE}) == len(TABLE)
 
 
 @AS_READ
@@ -161,7 +165,9 @@ def test_each_backend_that_sglang_takes_for_gemma_4_is_judged() -> None:
         (SGLANG / "arg_groups" / "model_hook.py").read_text(),
         re.DOTALL,
     )
-    assert set(re.findall(r'"(\w+)"', accepted)) == gemma4.ATTENTION.flags.keys()
+    assert set(re.findall(r'"(\w+)"', accepted)) == {
+        *list_flags(gemma4.ATTENTION, RUN, READ, STOCK)
+    }
 
 
 @AS_READ
@@ -180,9 +186,10 @@ def test_what_sglang_chooses_on_a_card(card: str) -> None:
 def test_a_model_admits_what_the_table_has_for_it() -> None:
     """And no other model's: ``doctor`` names the flags."""
     for model, kind in ((GEMMA4, gemma4), (GEMMA3N, gemma3n)):
-        for name in WINDOWS:
-            assert kind.ATTENTION.prefills[name].how == REVIEWED.get((model, name), STOCK)
-    assert gemma4.ATTENTION.list_flags(RUN) == ["triton"]
-    assert gemma4.ATTENTION.list_flags(RUN, READ) == ["triton", "trtllm_mha", "fa4", "intel_xpu"]
-    assert gemma3n.ATTENTION.list_flags(RUN) == []
-    assert gemma3n.ATTENTION.list_flags(READ) == ["trtllm_mha", "fa3", "fa4", "intel_xpu"]
+        for path in WINDOWS:
+            assert kind.ATTENTION[path].prefills == REVIEWED.get((model, path), STOCK)
+    admitted = ["triton", "trtllm_mha", "fa4", "intel_xpu"]
+    assert list_flags(gemma4.ATTENTION, RUN) == ["triton"]
+    assert list_flags(gemma4.ATTENTION, RUN, READ) == admitted
+    assert list_flags(gemma3n.ATTENTION, RUN) == []
+    assert list_flags(gemma3n.ATTENTION, READ) == ["trtllm_mha", "fa3", "fa4", "intel_xpu"]

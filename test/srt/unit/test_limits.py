@@ -39,6 +39,7 @@ from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
+from sglang_gemma4_yoco.compat.backends import AITER, AMX, ASCEND, FA, TRITON, TRTLLM, XPU
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.models import gemma4
@@ -292,8 +293,9 @@ def test_the_dumper(
 # ---------------------------------------------------------------- attention backends
 
 
-def backend_of(name: str, module: str = "sglang.srt.layers.attention.a") -> Any:
-    """An attention backend whose class has this name and module."""
+def backend_of(path: str) -> Any:
+    """An attention backend whose class has this module and name."""
+    module, _, name = path.rpartition(".")
     return type(name, (), {"__module__": module})()
 
 
@@ -305,24 +307,22 @@ def hybrid(prefill: str, decode: str) -> Any:
     return backend
 
 
-TRITON, AITER = "TritonAttnBackend", "AiterAttnBackend"
-
-
 @pytest.mark.parametrize(
     ("backend", "unproven"),
     [
         (backend_of(TRITON), None),
-        (backend_of("TRTLLMHAAttnBackend"), None),
-        (backend_of("XPUAttentionBackend"), None),
-        (backend_of("FlashAttentionBackend"), None),
-        (backend_of(AITER), AITER),
-        (backend_of("AscendAttnBackend"), "AscendAttnBackend"),
-        (backend_of("IntelAMXAttnBackend"), "IntelAMXAttnBackend"),
-        (backend_of(TRITON, "another"), TRITON),  # by the name of one of SGLang's
+        (backend_of(TRTLLM), None),
+        (backend_of(XPU), None),
+        (backend_of(FA), None),
+        (backend_of(AITER), "AiterAttnBackend"),
+        (backend_of(ASCEND), "AscendAttnBackend"),
+        (backend_of(AMX), "IntelAMXAttnBackend"),
+        # By the name of one of SGLang's.
+        (backend_of("another.TritonAttnBackend"), "TritonAttnBackend"),
         (type("Derived", (type(backend_of(TRITON)),), {})(), "Derived"),
-        (hybrid("XPUAttentionBackend", TRITON), None),
-        (hybrid(AITER, TRITON), AITER),
-        (hybrid(TRITON, AITER), AITER),
+        (hybrid(XPU, TRITON), None),
+        (hybrid(AITER, TRITON), "AiterAttnBackend"),
+        (hybrid(TRITON, AITER), "AiterAttnBackend"),
     ],
 )
 def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
