@@ -277,11 +277,9 @@ def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
     """The fields of a batch that say which rows these requests have."""
     prefixes = [r.cached for r in requests]
     lens = [len(r.ids) for r in requests]
-    positions = []
-    for r in requests:
-        positions.append(torch.arange(r.cached, len(r.slots), device=r.ids.device))
     input_ids = torch.cat([r.ids for r in requests])
-    on_device = input_ids.new_tensor
+    on_device, device = input_ids.new_tensor, input_ids.device
+    positions = [torch.arange(r.cached, len(r.slots), device=device) for r in requests]
     cached, new = on_device(prefixes), on_device(lens)
     lengths, first_rows = cached + new, new.cumsum(0) - new
     rows = on_device([r.row for r in requests])

@@ -15,7 +15,7 @@ from sglang.srt.model_executor import forward_context as forward_context
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
-from sglang.srt.model_executor.runner_utils import capture_mode as capture_mode
+from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
 
 from sglang_gemma4_yoco.compat import batch, server
 from sglang_gemma4_yoco.compat.backends import TRITON
@@ -31,7 +31,7 @@ def is_capturing() -> bool:
     A captured forward runs its Python once, for a padded batch. What was decided for that batch
     would be replayed for all others.
     """
-    return bool(capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph())
+    return bool(get_is_capture_mode() or is_in_tc_piecewise_cuda_graph())
 
 
 def get_current_backend() -> Any | None:

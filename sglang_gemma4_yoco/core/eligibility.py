@@ -204,15 +204,15 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> Re
     minimum = settings.current.min_skipped_rows
     if not worth.is_worth_cutting(kept.total, read, minimum, eager=eager, on_gpu=state.on_gpu):
         return TOO_LITTLE
-    # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
-    # row of a request that makes no difference: no row follows it.
-    if kept.one_per_request and state.kind.CUTS_MEDIA:
-        return None
     if not is_multimodal(forward_batch):
         return None
     if not state.kind.CUTS_MEDIA:
         return MEDIA
-    return IMAGE_LOGPROBS
+    # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
+    # row of a request that makes no difference: no row follows it.
+    if not kept.one_per_request:
+        return IMAGE_LOGPROBS
+    return None
 
 
 def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:

@@ -76,9 +76,12 @@ def _find_text_models(runner: Any) -> list[Any]:
     if getattr(runner, "is_draft_worker", False):
         return []
     modules = getattr(runner.model, "modules", list)  # on MLX it is no module of PyTorch's
-    known = tuple(registry.list_text_models())
-    models: list[Any] = [model for model in modules() if isinstance(model, known)]
-    return [model for model in models if first_shared_layer(model.config) is not None]
+    known, models = tuple(registry.list_text_models()), list[Any]()
+    model: Any
+    for model in modules():
+        if isinstance(model, known) and first_shared_layer(model.config) is not None:
+            models.append(model)
+    return models
 
 
 #: (class, attribute) -> what wraps it. Beside each: why, and what of SGLang's would replace it. The
