@@ -1,8 +1,8 @@
 """Attention backends: the one that a forward uses, the tail's own, how its steps are planned."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -119,8 +119,7 @@ def widen_window(backend: Any) -> AbstractContextManager[None]:
     return replaced(backend, sliding_window_size=backend.sliding_window_size + 1)
 
 
-@contextmanager
-def _allocate_windows(backend: Any, requests: int) -> Iterator[None]:
+def _allocate_windows(backend: Any, requests: int) -> AbstractContextManager[None]:
     """Have the windows' keys written into a buffer that is large enough for any.
 
     Without one, the planner reads from the device how many keys there are, to allocate as much.
@@ -132,8 +131,7 @@ def _allocate_windows(backend: Any, requests: int) -> Iterator[None]:
     room = requests * backend.sliding_window_size
     buffer = torch.empty(room, dtype=torch.int64, device=backend.device)
     planner = partial(triton_backend.update_sliding_window_buffer, window_kv_indices=buffer)
-    with replaced(triton_backend, update_sliding_window_buffer=planner):
-        yield
+    return replaced(triton_backend, update_sliding_window_buffer=planner)
 
 
 def count_keys_in_window(attention: Any) -> int:

@@ -27,7 +27,7 @@ def is_plain_tensor(weight: Any) -> bool:
 
 def is_plain_linear(projection: Any) -> bool:
     """Whether a linear layer is ``x @ weight.T``, so that its outputs can be sliced."""
-    weight = getattr(projection, "weight", None)
+    weight: Any = getattr(projection, "weight", None)
     return (
         type(getattr(projection, "quant_method", None)) is UnquantizedLinearMethod
         and is_plain_tensor(weight)

@@ -223,8 +223,9 @@ def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
         return None
     if eligible.bucket is None:
         return TAIL_NOT_CAPTURED
-    skipped, minimum = eligible.kept.total - eligible.kept.count, settings.current.min_skipped_rows
-    if not worth.is_worth_leaving(skipped, minimum, on_gpu=state.on_gpu):
+    skipped = eligible.kept.total - eligible.kept.count
+    has_own_rule = settings.current.min_skipped_rows is not None  # which was asked before
+    if state.on_gpu and not has_own_rule and skipped < worth.ROWS_AT_EXIT:
         return TOO_LITTLE
     return None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.compat.server import read_argument
+from sglang_gemma4_yoco.compat.server import FAST_PREFILL, POSITIONS_VARIABLE, read_argument
 from sglang_gemma4_yoco.core.eligibility import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -19,14 +19,13 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 
 # SGLang's own defect. It is refused because it would be taken for one of this package.
 WRONG_REPLAYS = ServerRefusal(
-    f"{compat.server.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers "
-    "wrong: unset it",
+    f"{POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: unset it",
     level=logging.WARNING,
 )
 
 #: SGLang cuts the prefills itself, where its own conditions are met.
 SGLANG_SERVES = ServerRefusal(
-    f"SGLang's own fast prefill is on (--{compat.server.FAST_PREFILL.replace('_', '-')}): leave "
+    f"SGLang's own fast prefill is on (--{FAST_PREFILL.replace('_', '-')}): leave "
     "that flag out to have this package's"
 )
 #: The label of a release that is not cut.
@@ -152,7 +151,7 @@ def find_release_reason() -> ServerRefusal | None:
     """
     if not compat.release.is_newer_than_tested():
         return None
-    if read_argument(compat.server.FAST_PREFILL):
+    if read_argument(FAST_PREFILL):
         return None
     installed, untested = compat.release.INSTALLED, settings.name_of("untested")
     gone = [name for name in list_judged_arguments() if not compat.server.has_name(name)]
@@ -180,10 +179,10 @@ def find_server_reason() -> ServerRefusal | None:
 
 def find_argument_reason() -> ServerRefusal | None:
     """Return why the arguments or variables of this server refuse every batch, or None."""
-    if read_argument(compat.server.FAST_PREFILL):
+    if read_argument(FAST_PREFILL):
         return SGLANG_SERVES
     replays = compat.server.get_cuda_graph_backend("prefill") is not None
-    if replays and compat.server.read_variable(compat.server.POSITIONS_VARIABLE):
+    if replays and compat.server.read_variable(POSITIONS_VARIABLE):
         return WRONG_REPLAYS
     # It is on, or can be turned on over HTTP while the server serves. Where neither holds when the
     # model is loaded, it has no hooks, and never dumps a tensor.

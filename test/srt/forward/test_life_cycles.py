@@ -302,7 +302,7 @@ def test_a_batch_that_still_runs_at_a_recapture(
 @pytest.mark.parametrize(
     ("shared", "eager"),
     [
-        ({"disaggregation_mode": "prefill"}, compat.pools.SHARED),
+        ({"disaggregation_mode": "prefill"}, lifecycle.SHARED),
         (
             {"enable_hierarchical_cache": True},
             f"enable_hierarchical_cache: {lifecycle.LOADED_MEANWHILE}",
