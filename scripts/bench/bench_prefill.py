@@ -56,6 +56,7 @@ from scripts.result_files import REHEARSAL, begin_result, device_name, write_res
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.compare import Times
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
+from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.settings import name_of
 
 if TYPE_CHECKING:
@@ -262,10 +263,9 @@ def capturable(device: str) -> AbstractContextManager[object]:
 def capture(engine: Any) -> None:
     """Capture the tail, or raise ``NotActiveError``; decode steps stay eager."""
     from sglang_gemma4_reference import releases
-    from sglang_gemma4_yoco.loading import start
 
     releases.record_decode_steps(engine.runner)
-    known = start.get_state(engine.text_model)
+    known = get_state(engine.text_model)
     if known.captured is None:
         raise NotActiveError(f"the tail is {known.report.tail}")
     engine.runner.decode_cuda_graph_runner = None

@@ -16,6 +16,7 @@ OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
 NOT_DECODING = "it extends, since this release of SGLang was not tested"
 QUANTISED = "the per-layer inputs are quantised"
+SHARED = "K and V of a server that serves are read or written by more than its forwards"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
 # Arguments and, in capitals, environment variables with which a replay may differ, and why.
 _UNSUPPORTED = {
@@ -43,17 +44,17 @@ def find_reason(runner: Any, state: ModelState) -> str | None:
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
-    pool = state.attention.tail.token_to_kv_pool
     # An argument below says so too; a plugin may load them without it.
-    if compat.pools.waits_for_loads(pool):
+    if compat.pools.waits_for_loads(state.attention.tail.token_to_kv_pool):
         return LOADED_MEANWHILE
     for name, reason in _UNSUPPORTED.items():
         if compat.server.read_argument(name) or compat.server.read_variable(name):
             return f"{name}: {reason}"
-    if state.serves:  # then its graphs could not be checked
-        shared = compat.pools.find_sharing_reason(pool)
-        if shared is not None:
-            return shared
+    # SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
+    # keep their K and V. The check of the graphs uses slots for a moment: nothing reads or writes
+    # the pools then, except for what the scheduler does not launch, such as these transfers.
+    if state.serves and compat.server.read_argument("disaggregation_mode") != "null":
+        return SHARED
     return compat.decode_graphs.find_memory_reason(torch.device(runner.device))
 
 

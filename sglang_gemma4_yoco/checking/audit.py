@@ -95,7 +95,7 @@ class Auditor:
         fast = rows.clone()  # stock may run in the memory that holds them
         try:
             with rewrite_batch(plan.batch, {}):  # a forward that fails leaves its residual there
-                if forward.is_replay:  # it runs to its end in that memory
+                if self._state.replayed_batch is not None:  # it runs to its end in that memory
                     found, answer = exit_check.compare_exit(forward, plan, output), output
                 else:
                     found, answer = self._run_again(forward, plan)

@@ -40,9 +40,6 @@ _ATTENTION = "attention"
 _MEAN = "mean of the values"
 _OUTPUT = "output"
 _FINAL = "normed output"
-_KEYS = "keys"
-_VALUES = "values"
-_LOGITS = "logits"
 
 # Values are normed to size 1, so a sum of them is off by some eps of fp32 even where they cancel.
 _OF_VALUES = 4.0
@@ -50,18 +47,16 @@ _OF_VALUES = 4.0
 # parts, and round the sum after each: 8 more of the whole sum's size. So r is 5 + 8 of per-layer
 # inputs (projected, scaled, normed, added, scaled), and 3 + 8 of queries and keys (projected,
 # normed, turned).
+_PROJECTED = Tolerance()
+_WEIGHTED = Tolerance(of_rows=True, floor=_OF_VALUES)
+# Those of the other steps.
 _TOLERANCES = {
-    _INPUTS: Tolerance(),
-    _INPUT: Tolerance(),
-    _QUERIES: Tolerance(),
-    _ATTENTION: Tolerance(of_rows=True, floor=_OF_VALUES, scores=True),
-    _MEAN: Tolerance(of_rows=True, floor=_OF_VALUES),
-    _OUTPUT: Tolerance(1.5, adds=True),  # four sums of the residual, of three products
+    _ATTENTION: _WEIGHTED,
+    _MEAN: _WEIGHTED,
+    _OUTPUT: Tolerance(1.5),  # four sums of the residual, of three products
     _FINAL: Tolerance(2.0),  # that of a layer, normed
-    _KEYS: Tolerance(),
-    _VALUES: Tolerance(),
-    _LOGITS: Tolerance(3.0, of_rows=True),  # of rows off by the last layer's and the norm's
 }
+_OF_LOGITS = Tolerance(3.0, of_rows=True)  # of rows off by the last layer's and the norm's
 
 #: Called with a step, its layer and its rows, which may be overwritten.
 _Visit = Callable[[str, int, torch.Tensor], None]
@@ -261,12 +256,12 @@ class _StepComparer:
     def _compare(
         self, step: str, layer: int, expected: torch.Tensor, found: torch.Tensor
     ) -> Difference:
-        tolerance, of_scores, given = _TOLERANCES[step], 0.0, None
-        if tolerance.scores:
+        of_scores, given = 0.0, None
+        if step == _ATTENTION:
             of_scores = self._of_scores(layer)
-        if tolerance.adds:
+        if step == _OUTPUT:
             given = self.stock.kept.get((_OUTPUT, layer - 1))
-        what = f"{step} of layer {layer}"
+        what, tolerance = f"{step} of layer {layer}", _TOLERANCES.get(step, _PROJECTED)
         return rounding.compare(what, expected, found, tolerance, of_scores=of_scores, given=given)
 
     def _of_scores(self, layer: int) -> float:
@@ -331,9 +326,9 @@ def compare_keys_and_values(
 ) -> list[Difference]:
     """K and V of a layer in the pool compared, each [rows, kv_heads, head_dim]."""
     differences = []
-    for what, one, other in zip((_KEYS, _VALUES), expected, found, strict=True):
+    for what, one, other in zip(("keys", "values"), expected, found, strict=True):
         place = f"{what} of layer {layer} in the pool"
-        differences.append(rounding.compare(place, one, other, _TOLERANCES[what]))
+        differences.append(rounding.compare(place, one, other, _PROJECTED))
     return differences
 
 
@@ -344,4 +339,4 @@ def compare_logits(
 
     They are computed from ``rows``, whose type determines the rounding, not that of the logits.
     """
-    return rounding.compare(_LOGITS, expected, found, _TOLERANCES[_LOGITS], rounded=rows)
+    return rounding.compare("logits", expected, found, _OF_LOGITS, rounded=rows)

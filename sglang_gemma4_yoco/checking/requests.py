@@ -9,12 +9,13 @@ random K and V. All that was written is put back at the end.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
+from sglang_gemma4_yoco.compat.pools import KeysAndValues
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.counters import Counters, Outcome
 from sglang_gemma4_yoco.replaced import replaced
@@ -58,9 +59,8 @@ class SyntheticRequests:
         self.requests = requests
         self._runner, self._state = runner, state
         new = _list_new_slots(requests)
-        self._caches: dict[int, CachedTokens] = {}
-        for layer in range(state.cut_layer + 1):
-            self._caches[layer] = compat.pools.get_cached_tokens(runner, layer, new)
+        find = partial(compat.pools.get_cached_tokens, runner, slots=new)
+        self._caches = {layer: find(layer) for layer in range(state.cut_layer + 1)}
         self._before = self._others()
 
     def run(
@@ -119,12 +119,8 @@ def make_synthetic_requests(
         lengths: a batch of ``choose_batches``; none for the largest, of which the first.
 
     Raises:
-        NotComparableError: the pools have no room for them, or may not be used.
+        NotComparableError: the pools have no room for them.
     """
-    if state.serves:
-        shared = compat.pools.find_sharing_reason(runner.token_to_kv_pool)
-        if shared is not None:
-            raise NotComparableError(shared)
     window = compat.attention.find_window(state.model.layers)
     lengths = lengths or max(choose_batches(runner, state), key=len)
     requests = _make_requests(runner, state, lengths)
@@ -277,11 +273,9 @@ def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
     """The fields of a batch that say which rows these requests have."""
     prefixes = [r.cached for r in requests]
     lens = [len(r.ids) for r in requests]
-    positions = []
-    for r in requests:
-        positions.append(torch.arange(r.cached, len(r.slots), device=r.ids.device))
     input_ids = torch.cat([r.ids for r in requests])
-    on_device = input_ids.new_tensor
+    on_device, device = input_ids.new_tensor, input_ids.device
+    positions = [torch.arange(r.cached, len(r.slots), device=device) for r in requests]
     cached, new = on_device(prefixes), on_device(lens)
     lengths, first_rows = cached + new, new.cumsum(0) - new
     rows = on_device([r.row for r in requests])

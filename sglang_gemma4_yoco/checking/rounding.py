@@ -58,16 +58,11 @@ class Tolerance:
         of_rows: they are relative to the size of their row, that of one head for example, and not
             to that of their channel.
         floor: the size that a row has at least, in eps of fp32.
-        scores: rows are weighted with a softmax of scores: each weight is rounded for all channels
-            of a row alike, and the errors of its score come to it.
-        adds: the step adds to its input, whose size the errors have too.
     """
 
     roundings: float = 1.0
     of_rows: bool = False
     floor: float = 0.0
-    scores: bool = False
-    adds: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,8 +111,9 @@ def compare(
     It is read from the device. Both are [..., channels], of one type.
 
     Args:
-        of_scores: a relative error that comes of the scores' errors.
-        given: [..., channels], the input that the step adds to, if it does.
+        of_scores: of a step that weights rows with a softmax of scores the relative error that
+            comes of the scores' errors. Each weight is rounded for all channels of a row alike.
+        given: [..., channels], the input that the step adds to, whose size the errors have too.
         rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from rows
             of bf16. None for ``expected``.
     """
@@ -132,7 +128,7 @@ def compare(
     drift = (error * right).mean() / right.square().mean().sqrt().clamp_min(_TINY)
     errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs()])
     independent = error.numel()
-    if tolerance.scores:
+    if of_scores > 0:
         independent = len(error)
     bound = tolerance.roundings * unit
     bounds = (bound, _ONE_ROW * bound, (_DRIFT + _OF_FEW / math.sqrt(independent)) * bound)

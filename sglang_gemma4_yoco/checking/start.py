@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -56,13 +56,12 @@ class Checked:
     worst: Difference | None = None
     seconds: float = 0.0
     unchecked: str | None = None
-    is_wanted: bool = True
 
     @property
     def agrees(self) -> bool:
         """Whether prefills may be cut: nothing differs, or the operator wants no check."""
         if self.worst is None:
-            return not self.is_wanted
+            return self is NOT_WANTED
         return self.worst.is_rounding
 
     def __str__(self) -> str:  # for the log
@@ -86,7 +85,7 @@ class Checked:
 
 
 #: The result where the operator wants no check, on all ranks.
-NOT_WANTED = Checked(unchecked=f"{settings.name_of('self_check')}=0", is_wanted=False)
+NOT_WANTED = Checked(unchecked=f"{settings.name_of('self_check')}=0")
 
 
 def check_model(runner: Any, state: ModelState) -> Checked:
@@ -248,7 +247,6 @@ class _OnStocksRows:
     state: ModelState
     known: Stock
     found: list[Difference] = field(default_factory=list)
-    is_replay: ClassVar[bool] = False
 
     def fast(self, plan: Plan) -> torch.Tensor:
         """Run the cut, and compare: [T, hidden]."""

@@ -1,8 +1,8 @@
 """Attention backends: the one that a forward uses, the tail's own, how its steps are planned."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from sglang.srt.model_executor import forward_context as forward_context
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
-from sglang.srt.model_executor.runner_utils import capture_mode as capture_mode
+from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
 
 from sglang_gemma4_yoco.compat import batch, server
 from sglang_gemma4_yoco.compat.backends import TRITON, get_path
@@ -31,7 +31,7 @@ def is_capturing() -> bool:
     A captured forward runs its Python once, for a padded batch. What was decided for that batch
     would be replayed for all others.
     """
-    return bool(capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph())
+    return bool(get_is_capture_mode() or is_in_tc_piecewise_cuda_graph())
 
 
 def get_current_backend() -> Any | None:
@@ -119,8 +119,7 @@ def widen_window(backend: Any) -> AbstractContextManager[None]:
     return replaced(backend, sliding_window_size=backend.sliding_window_size + 1)
 
 
-@contextmanager
-def _allocate_windows(backend: Any, requests: int) -> Iterator[None]:
+def _allocate_windows(backend: Any, requests: int) -> AbstractContextManager[None]:
     """Have the windows' keys written into a buffer that is large enough for any.
 
     Without one, the planner reads from the device how many keys there are, to allocate as much.
@@ -132,8 +131,7 @@ def _allocate_windows(backend: Any, requests: int) -> Iterator[None]:
     room = requests * backend.sliding_window_size
     buffer = torch.empty(room, dtype=torch.int64, device=backend.device)
     planner = partial(triton_backend.update_sliding_window_buffer, window_kv_indices=buffer)
-    with replaced(triton_backend, update_sliding_window_buffer=planner):
-        yield
+    return replaced(triton_backend, update_sliding_window_buffer=planner)
 
 
 def count_keys_in_window(attention: Any) -> int:

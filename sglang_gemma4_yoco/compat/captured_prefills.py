@@ -62,10 +62,6 @@ def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None
     """
     stock, attend = model.forward, attention.forward
 
-    def leave_unindexed(attentions: Any, companions: Any, *_: Any) -> Any:
-        # In 0.5.22 a break then finds the donor, which has the same heads, window and scale.
-        return attentions, companions
-
     @functools.wraps(stock)  # SGLang reads its parameters
     def from_ids(
         input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **kwargs: Any
@@ -80,7 +76,8 @@ def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None
         return attend(q, k, v, forward_batch, *args, **kwargs)
 
     with (
-        replaced(cuda_graph_setup, index_attention_layers_by_global_id=leave_unindexed),
+        # In 0.5.22 a break then finds the donor, which has the same heads, window and scale.
+        replaced(cuda_graph_setup, index_attention_layers_by_global_id=lambda *both: both[:2]),
         replaced(model, forward=from_ids),
         replaced(attention, forward=noting),
     ):

@@ -5,10 +5,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from sglang.srt.distributed import parallel_state as parallel_state
+from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor import runner as runners
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
 from sglang_gemma4_yoco.compat import server
 
@@ -41,8 +41,8 @@ def capture_session(decode_steps: Any, backend: Any) -> Iterator[None]:
     with (
         # As SGLang does around its own captures: what is freed in one may end it.
         runners.freeze_gc(server.read_argument("enable_cudagraph_gc")),
-        capture_mode.model_capture_mode(),
-        parallel_state.graph_capture(stream=decode_steps.stream) as captured,
+        model_capture_mode(),
+        graph_capture(stream=decode_steps.stream) as captured,
         backend.capture_session(captured.stream),
     ):
         yield

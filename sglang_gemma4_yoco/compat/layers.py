@@ -16,7 +16,7 @@ def get_rows(output: Any) -> torch.Tensor:
     return rows
 
 
-def is_plain_tensor(weight: torch.Tensor) -> bool:
+def is_plain_tensor(weight: Any) -> bool:
     """Whether these weights are plain, not of a class of their own as torchao's quantised ones.
 
     ``isinstance(weight, torch.nn.Parameter)`` is true of those, too; their class is not derived.
@@ -27,10 +27,9 @@ def is_plain_tensor(weight: torch.Tensor) -> bool:
 
 def is_plain_linear(projection: Any) -> bool:
     """Whether a linear layer is ``x @ weight.T``, so that its outputs can be sliced."""
-    weight = getattr(projection, "weight", None)
+    weight: Any = getattr(projection, "weight", None)
     return (
         type(getattr(projection, "quant_method", None)) is UnquantizedLinearMethod
-        and isinstance(weight, torch.Tensor)
         and is_plain_tensor(weight)
         and weight.dim() == 2
         and weight.dtype.is_floating_point

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 
-from sglang_gemma4_yoco.compat import attention, batch, decode_graphs, release
+from sglang_gemma4_yoco.compat import attention, batch, release
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 # Fields of a batch that the tail rewrites, or that decide whether it may be cut. One by another
@@ -50,12 +50,6 @@ _FIELDS = (
     "spec_algorithm",
     "spec_info",
     "token_indices_to_pool",
-)
-# Functions of a capture. Without them the tail would run eagerly, and short prompts as stock.
-_CAPTURING = (
-    (attention.capture_mode, "get_is_capture_mode"),
-    (attention.capture_mode, "model_capture_mode"),
-    (decode_graphs.parallel_state, "graph_capture"),
 )
 _REMEDY = "Install a supported SGLang, or a newer sglang-gemma4-yoco"
 
@@ -129,9 +123,6 @@ def _missing() -> Iterator[str]:
     wanted = "self, forward_batch"
     if not _has_signature(attention.AttentionBackend.init_forward_metadata, wanted):
         yield f"AttentionBackend.init_forward_metadata({wanted})"
-    for module, name in _CAPTURING:
-        if not hasattr(module, name):
-            yield f"{module.__name__}.{name}"
     for name in _FIELDS:
         if name not in batch.ForwardBatch.__dataclass_fields__:
             yield f"ForwardBatch.{name}"

@@ -8,10 +8,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool as MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SWAKVPool
 
-from sglang_gemma4_yoco.compat import server
 from sglang_gemma4_yoco.compat.attention import frees_tables_early, is_triton, list_parts
 
-SHARED = "K and V of a server that serves are read or written by more than its forwards"
 #: Of some tokens, each [tokens, kv_heads, head_dim].
 KeysAndValues = tuple[torch.Tensor, ...]
 
@@ -39,20 +37,6 @@ def find_quantisation(pool: Any) -> str | None:
     if name == "unquantized":
         return None
     return name
-
-
-def find_sharing_reason(pool: Any) -> str | None:
-    """Return why slots of a server that serves may not be used for a moment, or None.
-
-    SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
-    keep their K and V. So nothing reads or writes the pools once the device has been waited for,
-    except for what the scheduler does not launch: transfers to and from other machines, and what
-    a hierarchical cache copies.
-    """
-    copies = server.read_argument("enable_hierarchical_cache") or waits_for_loads(pool)
-    if copies or server.read_argument("disaggregation_mode") != "null":
-        return SHARED
-    return None
 
 
 def write_keys_and_values(

@@ -204,15 +204,15 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> Re
     minimum = settings.current.min_skipped_rows
     if not worth.is_worth_cutting(kept.total, read, minimum, eager=eager, on_gpu=state.on_gpu):
         return TOO_LITTLE
-    # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
-    # row of a request that makes no difference: no row follows it.
-    if kept.one_per_request and state.kind.CUTS_MEDIA:
-        return None
     if not is_multimodal(forward_batch):
         return None
     if not state.kind.CUTS_MEDIA:
         return MEDIA
-    return IMAGE_LOGPROBS
+    # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
+    # row of a request that makes no difference: no row follows it.
+    if not kept.one_per_request:
+        return IMAGE_LOGPROBS
+    return None
 
 
 def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
@@ -223,8 +223,9 @@ def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
         return None
     if eligible.bucket is None:
         return TAIL_NOT_CAPTURED
-    skipped, minimum = eligible.kept.total - eligible.kept.count, settings.current.min_skipped_rows
-    if not worth.is_worth_leaving(skipped, minimum, on_gpu=state.on_gpu):
+    skipped = eligible.kept.total - eligible.kept.count
+    has_own_rule = settings.current.min_skipped_rows is not None  # which was asked before
+    if state.on_gpu and not has_own_rule and skipped < worth.ROWS_AT_EXIT:
         return TOO_LITTLE
     return None
 

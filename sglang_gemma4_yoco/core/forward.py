@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -134,7 +134,6 @@ class EagerForward:
     embeds: torch.Tensor | None
     run: Callable[[], Any]
     copy: torch.Tensor | None = None
-    is_replay: ClassVar[bool] = False
 
     def fast(self, plan: Plan) -> Any:
         """Run it on the fast path."""

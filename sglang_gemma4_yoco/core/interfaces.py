@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -74,13 +74,7 @@ class Plan:
 
 
 class Forward(Protocol):
-    """A forward that can be run on either path.
-
-    Attributes:
-        is_replay: SGLang runs it by a captured prefill, whose memory its output is in.
-    """
-
-    is_replay: ClassVar[bool]
+    """A forward that can be run on either path."""
 
     def fast(self, plan: Plan) -> Any:
         """Run it on the fast path; returns the model's output."""

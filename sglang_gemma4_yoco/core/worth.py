@@ -18,7 +18,7 @@ _ROWS_ON_GPU = 1024
 _ROWS_CAPTURED = 1
 # An exit saves device time alone. By a model, and measured nowhere: reading a layer's weights takes
 # as long as computing up to 90 rows, and planning the tail as long as 45 rows of E2B.
-_ROWS_AT_EXIT = 128
+ROWS_AT_EXIT = 128
 
 
 def is_worth_cutting(
@@ -46,15 +46,3 @@ def is_worth_cutting(
     if on_gpu:
         fewest = _ROWS_ON_GPU
     return skipped >= fewest and skipped * _PART >= total
-
-
-def is_worth_leaving(skipped: int, minimum: int | None, *, on_gpu: bool) -> bool:
-    """Return whether a prefill that would skip these rows is to leave SGLang's captured one.
-
-    Args:
-        skipped: rows, of a batch whose tail is captured.
-        minimum: the operator's own number; it was asked before.
-    """
-    if minimum is not None or not on_gpu:
-        return True
-    return skipped >= _ROWS_AT_EXIT

@@ -23,15 +23,29 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 
 #: Modules of ``sglang.srt.layers`` that models use. Not every release has all of them.
 LAYERS = (
-    *("activation", "attention.base_attn_backend", "attention.hybrid_attn_backend"),
-    *("layer_boundary.residual.batch", "layer_boundary.residual.stream", "layer_boundary.stage"),
-    *("layernorm", "linear", "logits_processor", "logprob_processor", "quantization.unquant"),
-    *("radix_attention", "rotary_embedding.base"),
+    "activation",
+    "attention.base_attn_backend",
+    "attention.hybrid_attn_backend",
+    "layer_boundary.residual.batch",
+    "layer_boundary.residual.stream",
+    "layer_boundary.stage",
+    "layernorm",
+    "linear",
+    "logits_processor",
+    "logprob_processor",
+    "quantization.unquant",
+    "radix_attention",
+    "rotary_embedding.base",
 )
 #: Methods that see no rows, whoever has replaced them.
 NO_ROWS = {
-    *("__init__", "__new__", "load_weights", "pad_input_ids"),
-    *("get_image_feature", "get_video_feature", "get_audio_feature"),
+    "__init__",
+    "__new__",
+    "load_weights",
+    "pad_input_ids",
+    "get_image_feature",
+    "get_video_feature",
+    "get_audio_feature",
 }
 #: The ends of the names under which modules, and torch for all of them, have hooks by numbers.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -42,9 +56,23 @@ HOOK_REGISTRY = "sglang.srt.plugins.hook_registry"
 #: Packages whose code is known: SGLang, what the modules above import, and this one. The standard
 #: library's as well, but for its mocks, which hide what they call.
 PACKAGES = {
-    *("sglang", "sglang_gemma4_yoco", "torch", "triton", "transformers", "huggingface_hub"),
-    *("sgl_kernel", "flashinfer", "numpy", "msgspec", "einops", "typing_extensions"),
-    *("aiter", "vllm", "torch_npu", "sgl_kernel_npu", "xielu"),
+    "sglang",
+    "sglang_gemma4_yoco",
+    "torch",
+    "triton",
+    "transformers",
+    "huggingface_hub",
+    "sgl_kernel",
+    "flashinfer",
+    "numpy",
+    "msgspec",
+    "einops",
+    "typing_extensions",
+    "aiter",
+    "vllm",
+    "torch_npu",
+    "sgl_kernel_npu",
+    "xielu",
     *(sys.stdlib_module_names - {"unittest"}),
 }
 VARIABLE = settings.name_of("trust")

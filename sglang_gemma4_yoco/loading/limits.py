@@ -5,12 +5,13 @@ a server runs.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.compat.server import FAST_PREFILL, POSITIONS_VARIABLE, read_argument
 from sglang_gemma4_yoco.core.eligibility import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -18,14 +19,13 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 
 # SGLang's own defect. It is refused because it would be taken for one of this package.
 WRONG_REPLAYS = ServerRefusal(
-    f"{compat.server.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers "
-    "wrong: unset it",
+    f"{POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: unset it",
     level=logging.WARNING,
 )
 
 #: SGLang cuts the prefills itself, where its own conditions are met.
 SGLANG_SERVES = ServerRefusal(
-    f"SGLang's own fast prefill is on (--{compat.server.FAST_PREFILL.replace('_', '-')}): leave "
+    f"SGLang's own fast prefill is on (--{FAST_PREFILL.replace('_', '-')}): leave "
     "that flag out to have this package's"
 )
 #: The label of a release that is not cut.
@@ -151,7 +151,7 @@ def find_release_reason() -> ServerRefusal | None:
     """
     if not compat.release.is_newer_than_tested():
         return None
-    if compat.server.read_argument(compat.server.FAST_PREFILL):
+    if read_argument(FAST_PREFILL):
         return None
     installed, untested = compat.release.INSTALLED, settings.name_of("untested")
     gone = [name for name in list_judged_arguments() if not compat.server.has_name(name)]
@@ -179,21 +179,18 @@ def find_server_reason() -> ServerRefusal | None:
 
 def find_argument_reason() -> ServerRefusal | None:
     """Return why the arguments or variables of this server refuse every batch, or None."""
-    argument = compat.server.read_argument
-    if compat.server.get_published_arguments() is None:
-        return None
-    if argument(compat.server.FAST_PREFILL):
+    if read_argument(FAST_PREFILL):
         return SGLANG_SERVES
     replays = compat.server.get_cuda_graph_backend("prefill") is not None
-    if replays and compat.server.read_variable(compat.server.POSITIONS_VARIABLE):
+    if replays and compat.server.read_variable(POSITIONS_VARIABLE):
         return WRONG_REPLAYS
     # It is on, or can be turned on over HTTP while the server serves. Where neither holds when the
     # model is loaded, it has no hooks, and never dumps a tensor.
     if compat.server.dumper.may_enable:
         return DUMPER
-    if argument("kv_canary") not in (None, "none"):
+    if read_argument("kv_canary") not in (None, "none"):
         return CANARY
-    return _check_speculation(argument) or _check_hidden_states(argument) or _check_table(argument)
+    return _check_speculation() or _check_hidden_states() or _check_table()
 
 
 def _name_flag(name: str) -> str:
@@ -202,38 +199,34 @@ def _name_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _check_speculation(argument: Callable[[str], Any]) -> ServerRefusal | None:
-    algorithm = argument("speculative_algorithm")
+def _check_speculation() -> ServerRefusal | None:
+    algorithm = read_argument("speculative_algorithm")
     if not algorithm:
         return None
     if algorithm not in LAST_ROW_DRAFTS:
         return ServerRefusal(SPECULATIVE.text)
-    if any(map(argument, _HIDDEN_STATE_ARGUMENTS)):
+    if any(map(read_argument, _HIDDEN_STATE_ARGUMENTS)):
         return ServerRefusal(f"{HIDDEN_STATES}, beside speculative decoding")
-    if argument("disaggregation_mode") not in (None, "null"):
-        roles = "prefill-decode disaggregation"  # not tested
-        return ServerRefusal(f"{SPECULATIVE} beside {roles}")
+    if read_argument("disaggregation_mode") not in (None, "null"):  # not tested
+        return ServerRefusal(f"{SPECULATIVE} beside prefill-decode disaggregation")
     return None
 
 
-def _check_hidden_states(argument: Callable[[str], Any]) -> ServerRefusal | None:
+def _check_hidden_states() -> ServerRefusal | None:
     # SGLang then captures every row of every batch, whether a request wants them or not.
-    mode = argument("return_hidden_states_mode")
-    if mode == "full" or (argument("enable_return_hidden_states") and mode != "last"):
+    mode = read_argument("return_hidden_states_mode")
+    if mode == "full" or (read_argument("enable_return_hidden_states") and mode != "last"):
         return ServerRefusal(HIDDEN_STATES.text)
     return None
 
 
-def _check_table(argument: Callable[[str], Any]) -> ServerRefusal | None:
+def _check_table() -> ServerRefusal | None:
     for reason, names in UNSUPPORTED_ARGUMENTS.items():
         for name in names:
-            value = argument(name)
-            if name.isupper():
-                value = compat.server.read_variable(name)
-            is_set = bool(value)
+            value = read_argument(name) or compat.server.read_variable(name)
             if isinstance(value, int | float):
-                is_set = value > int(name in _HARMLESS_AT_1)
-            if is_set:
+                value = value > int(name in _HARMLESS_AT_1)
+            if value:
                 return ServerRefusal(reason)
     return None
 
@@ -292,9 +285,8 @@ def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
         method = compat.pools.find_quantisation(part)
         if method is not None:
             return ServerRefusal(f"K and V are quantised ({method})")
-        dimensions = {buffer.dim() for buffer in (*part.k_buffer, *part.v_buffer)}
-        if not dimensions <= {3}:
-            most = max(dimensions)
+        most = max(buffer.dim() for buffer in (*part.k_buffer, *part.v_buffer))
+        if most != 3:
             return ServerRefusal(f"K and V are not stored slot by slot, but in {most} dimensions")
     if pool.dtype == dtype:
         return None

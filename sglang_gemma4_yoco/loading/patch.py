@@ -75,12 +75,16 @@ def _find_text_models(runner: Any) -> list[Any]:
     """The text models of a runner that have a KV-shared tail; a draft model's is left alone."""
     if getattr(runner, "is_draft_worker", False):
         return []
-    modules = getattr(runner.model, "modules", list)  # on MLX it is no module of PyTorch's
-    known = tuple(registry.list_text_models())
-    models: list[Any] = [model for model in modules() if isinstance(model, known)]
-    return [model for model in models if first_shared_layer(model.config) is not None]
+    modules: Any = getattr(runner.model, "modules", list)  # on MLX it is no module of PyTorch's
+    known: Any = tuple(registry.list_text_models())
+    models = list[Any]()
+    for model in modules():
+        if isinstance(model, known) and first_shared_layer(model.config) is not None:
+            models.append(model)
+    return models
 
 
+_SET_UP = _enclose(start.set_up_after_capture)
 #: (class, attribute) -> what wraps it. Beside each: why, and what of SGLang's would replace it. The
 #: forwards of text models are wrapped too.
 WRAPPED: dict[tuple[type, str], _Wrap] = {
@@ -91,9 +95,9 @@ WRAPPED: dict[tuple[type, str], _Wrap] = {
     # check it before it serves; the other two are called by themselves for new weights. Needless
     # when SGLang's runner captures any function of few rows, and calls plugins when it is ready to
     # serve.
-    (_Runner, "init_cuda_graphs"): _enclose(start.set_up_after_capture),
-    (_Runner, "init_decode_cuda_graph"): _enclose(start.set_up_after_capture),
-    (_Runner, "init_prefill_cuda_graph"): _enclose(start.set_up_after_capture),
+    (_Runner, "init_cuda_graphs"): _SET_UP,
+    (_Runner, "init_decode_cuda_graph"): _SET_UP,
+    (_Runner, "init_prefill_cuda_graph"): _SET_UP,
 }
 #: The same, of classes by name, for what is only told: an SGLang may lack these.
 OPTIONAL: dict[tuple[str, str], _Wrap] = {

@@ -38,13 +38,6 @@ def find_model_reason(model: Any) -> ServerRefusal | None:
     return limits.find_linear_reason(model, first)
 
 
-def get_state(model: Any) -> ModelState:
-    """What is known of a text model; where no runner has started it, by its config."""
-    return find_state(model) or ModelState(
-        model, registry.find_kind(model), find_model_reason(model)
-    )
-
-
 # -- SGLang has built its attention backends -------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ prediction for all rows, and everything else in it is for kept rows alone.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -118,29 +118,24 @@ def run_tail(
         call["hidden_states"] = residual
         return layers[0](**call)
 
-    def give_inputs(*_: Any) -> torch.Tensor | None:
-        return inputs
-
     embeds = rows.new_ones(len(rows), model.config.hidden_size)
     stock = inspect.unwrap(type(model).forward)
     with ExitStack() as stack:
         stack.enter_context(gemma4.share_own_keys_and_values(layers[0].self_attn))
         for layer in layers:
             stack.enter_context(_flatten_heads(layer.self_attn.attn))
-        own = replaced(model, layers=[run_first, *layers[1:]], project_per_layer_inputs=give_inputs)
+        own_layers = [run_first, *layers[1:]]
+        own = replaced(model, layers=own_layers, project_per_layer_inputs=lambda *_: inputs)
         stack.enter_context(own)
         merged: torch.Tensor = stock(model, None, positions, batch, embeds)
     return merged
 
 
-@contextmanager
-def _flatten_heads(attention: Any) -> Iterator[None]:
+def _flatten_heads(attention: Any) -> AbstractContextManager[None]:
     """The tail's attention gives what the stock layer can project: [B, heads * head_dim]."""
     attend = attention.forward
 
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        attended: torch.Tensor = attend(*args, **kwargs)
-        return attended.flatten(1)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return attend(*args, **kwargs).flatten(1)
 
-    with replaced(attention, forward=forward):
-        yield
+    return replaced(attention, forward=forward)

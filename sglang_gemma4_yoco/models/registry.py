@@ -22,8 +22,8 @@ def list_text_models() -> dict[type, TextModel]:
 
 def list_cuttable_models() -> list[Any]:
     """Return the classes of text models of which SGLang lacks nothing."""
-    names = [kind.SGLANG for kind in MODELS if compat.names.find_missing(kind.SGLANG) is None]
-    return [compat.names.find_object(needed.text_model) for needed in names]
+    known = list_text_models().items()
+    return [model for model, kind in known if compat.names.find_missing(kind.SGLANG) is None]
 
 
 def find_kind(model: Any) -> TextModel:

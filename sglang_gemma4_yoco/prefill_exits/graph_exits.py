@@ -13,7 +13,7 @@ are written, its captured tail is replayed, and the tail's rows go into SGLang's
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -74,7 +74,6 @@ class ExitForward:
     batch: Any
     stock: Callable[[], torch.Tensor]  # runs the graph to its end; returns ``output``
     point: ExitPoint | None = None  # what can be read until the next replay, after ``fast``
-    is_replay: ClassVar[bool] = True
 
     def fast(self, plan: Plan) -> torch.Tensor:
         """Run it up to the exit, write K and V, and replay the tail: [bucket, hidden]."""

@@ -304,10 +304,10 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 @pytest.fixture
 def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
     """Whatever turns the fast path off in a test, it is on again after it."""
-    from sglang_gemma4_yoco.loading import start
+    from sglang_gemma4_yoco.core.state import get_state
 
     yield
-    state = start.get_state(engine.text_model)
+    state = get_state(engine.text_model)
     state.failures_in_a_row, state.unsupported = 0, None
 
 

@@ -48,9 +48,9 @@ from sglang_gemma4_reference.recorder import tensors_in
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
-from sglang_gemma4_yoco.checking import requests, rounding, tail_graphs
+from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.core import cut, ranks
-from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.state import ModelState, get_state
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.replaced import replaced
 
@@ -73,7 +73,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
     """The engine's captured tail; after a test that lets it go it is captured anew."""
-    captured = start.get_state(engine.text_model).captured
+    captured = get_state(engine.text_model).captured
     if isinstance(captured, TailGraphs):
         return captured
     return record_tail(engine, MOST)
@@ -82,7 +82,7 @@ def tail(engine: Engine) -> TailGraphs:
 @pytest.fixture
 def known(engine: Engine) -> Iterator[ModelState]:
     """What is known of the engine's model; its tail is eager before the test, and after it."""
-    state = start.get_state(engine.text_model)
+    state = get_state(engine.text_model)
     lifecycle.drop_tail(state, lifecycle.NOT_YET)
     yield state
     lifecycle.drop_tail(state, lifecycle.NOT_YET)
@@ -93,7 +93,7 @@ assert_replayed = partial(assert_fast, replays=True)
 
 def why_eager(engine: Engine) -> str:
     """Why its tail is not captured, as /server_info has it."""
-    reported = start.get_state(engine.text_model).report.tail
+    reported = get_state(engine.text_model).report.tail
     assert reported is not None
     assert reported.startswith("eager (")
     return reported[len("eager (") : -1]
@@ -276,7 +276,7 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     engine: Engine, buffers: Callable[[], list[str]], anew: bool
 ) -> None:
     """At once: nothing waits for Python's cyclic GC, which does not track GPU memory."""
-    known = start.get_state(engine.text_model)
+    known = get_state(engine.text_model)
     held = [weakref.ref(record_tail(engine, MOST))]
     assert isinstance(known.captured, TailGraphs)
     assert buffers() == ["cuda_graph_kv_indices"]
@@ -332,7 +332,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
             record_tail(engine, MOST)
     # All graphs are compared, since other ranks, which may find nothing, run the same layers.
     assert defect.call_count in (0, 3)
-    known = start.get_state(engine.text_model)
+    known = get_state(engine.text_model)
     assert (known.captured, why_eager(engine)) == (None, why)
     assert len(said(logging.ERROR)) == errors
     assert buffers() == []
@@ -483,7 +483,7 @@ def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
 
 def reason(engine: Engine) -> str:
     """Why the tail is eager after SGLang has captured its graphs."""
-    state = start.get_state(engine.text_model)
+    state = get_state(engine.text_model)
     start.set_up(engine.runner, state)
     assert state.captured is None
     return why_eager(engine)
@@ -560,20 +560,13 @@ class TestReasons:
         with replaced(known, splits_per_layer_inputs=False):
             assert reason(engine) == lifecycle.QUANTISED
 
+    @pytest.mark.usefixtures("known")
     @pytest.mark.parametrize("part", ["", ".full_kv_pool", ".swa_kv_pool"])
-    def test_prefixes_that_are_loaded_while_layers_run(
-        self, engine: Engine, known: ModelState, part: str
-    ) -> None:
+    def test_prefixes_that_are_loaded_while_layers_run(self, engine: Engine, part: str) -> None:
         """By whom ever: no argument says so."""
         pool = operator.attrgetter(f"token_to_kv_pool{part}")(engine.runner)
         with replaced(pool, layer_transfer_counter=object()):
             assert reason(engine) == lifecycle.LOADED_MEANWHILE
-            with (
-                replaced(known, serves=True),
-                pytest.raises(requests.NotComparableError, match=compat.pools.SHARED),
-                requests.make_synthetic_requests(engine.runner, known),
-            ):
-                pass
 
 
 def test_sglang_has_the_refused_arguments() -> None:

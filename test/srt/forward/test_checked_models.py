@@ -38,7 +38,7 @@ from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.compat.layers import get_rows
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.plan import EagerTail, make_eager_tail
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -67,28 +67,28 @@ ENOUGH = 4  # times its bound: so far off is everything that is broken
 
 
 def tail_of(engine: Engine) -> TailGraphs:
-    tail = start.get_state(engine.text_model).captured
+    tail = get_state(engine.text_model).captured
     assert isinstance(tail, TailGraphs)
     return tail
 
 
 def test_what_is_right_agrees(captured: Engine) -> None:
-    found = result_of_check(start.get_state(captured.text_model))
+    found = result_of_check(get_state(captured.text_model))
     assert found["largest_difference"] < 0.5 * found["allowed"]
     assert tail_of(captured).rows
-    assert start.get_state(captured.text_model).unsupported is None
+    assert get_state(captured.text_model).unsupported is None
 
 
 def ways_without_place(engine: Engine) -> set[str]:
     """The breakages that this model has no place for: of its donor's window, if that has none."""
-    donor = start.get_state(engine.text_model).tail_layers[0].self_attn.attn
+    donor = get_state(engine.text_model).tail_layers[0].self_attn.attn
     if compat.attention.count_keys_in_window(donor) > 0:
         return set()
     return {way for way in BREAKAGES if "the donor's window" in way}
 
 
 def test_what_is_broken_is_found(captured: Engine) -> None:
-    state, missed, applied = start.get_state(captured.text_model), [], set()
+    state, missed, applied = get_state(captured.text_model), [], set()
     with check.run_both_paths(captured.runner, state) as both:
         for way, breakage in BREAKAGES.items():
             with breakage(state) as applies:
@@ -183,7 +183,7 @@ def test_rows_that_round_otherwise(captured: Engine, monkeypatch: pytest.MonkeyP
             scheduled = captured.schedule(batch)
             captured.forward(scheduled)
             # Nor do they hide what is broken.
-            with BREAKAGES["scattered one row off"](start.get_state(captured.text_model)):
+            with BREAKAGES["scattered one row off"](get_state(captured.text_model)):
                 captured.forward(scheduled)
     assert counts() == (2, 2)
 
@@ -203,7 +203,7 @@ def _shows(way: str, batch: str) -> bool:
 def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
     """On the batch that is served; the client gets what stock answers."""
     scheduled = captured.schedule(BATCHES["replayed" if batch == CHUNK else batch])
-    stock, state = run(captured, scheduled, "0"), start.get_state(captured.text_model)
+    stock, state = run(captured, scheduled, "0"), get_state(captured.text_model)
     for way in (way for way in BREAKAGES if _shows(way, batch)):
         reset_log()
         with audited(captured), switched("1"), BREAKAGES[way](state) as applies:

@@ -33,7 +33,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_c
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core import model as core_model
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -164,7 +164,7 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     for one in (seen, later):
         assert_served_by_stock(stock, one)
     assert_untouched(engine)
-    off = start.get_state(engine.text_model).unsupported
+    off = get_state(engine.text_model).unsupported
     assert outcomes() == {off: 2}
     assert str(off) == reason
 

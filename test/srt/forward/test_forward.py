@@ -45,7 +45,7 @@ from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.plan import PLAN_ENTRY
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.refusal import Refusal
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
@@ -66,7 +66,7 @@ def test_backend_whose_decode_is_not_proven(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The tail then extends by its rows, the donor's among them."""
-    monkeypatch.setattr(start.get_state(engine.text_model).attention, "decodes", False)
+    monkeypatch.setattr(get_state(engine.text_model).attention, "decodes", False)
     assert_fast(engine, BATCHES[name], tail_mode="EXTEND")
 
 
@@ -196,7 +196,7 @@ def test_a_forward_that_never_comes_to_its_norm(
 
     No later forward is tried: the path is off, and says why.
     """
-    state, main = start.get_state(engine.text_model), attention_of(engine).main
+    state, main = get_state(engine.text_model), attention_of(engine).main
     monkeypatch.setattr(state, "after_cut", mock.Mock(side_effect=AssertionError("an audit")))
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     model, ends = engine.text_model, []
@@ -221,7 +221,7 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
     """An idle rank's forward, which has no lengths at all, is counted, with no rows."""
     batch = ForwardBatch(ForwardMode.IDLE, 0, *[torch.zeros(0)] * 3, torch.zeros(0), 0)
     assert batch.extend_num_tokens is None
-    state = start.get_state(engine.text_model)
+    state = get_state(engine.text_model)
     idle = forward.EagerForward(state, batch.positions, None, lambda: "stock's")
     assert forward.serve_forward(state, batch, idle) == "stock's"
     assert outcomes() == {Refusal("forward mode IDLE", is_logged=False): 1}
@@ -230,7 +230,7 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
     """Nor is it taken for the served one, and the runner's backend is as it was."""
-    state = start.get_state(engine.text_model)
+    state = get_state(engine.text_model)
     others = set(states._attached) - {state}
     state.close()
     try:

@@ -39,7 +39,7 @@ from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = [
     pytest.mark.skipif(
@@ -193,7 +193,7 @@ def release_and_resume_memory(engine: Engine) -> None:
 
 
 def close_and_start_anew(engine: Engine) -> None:
-    start.get_state(engine.text_model).close()
+    get_state(engine.text_model).close()
     start_anew(engine)
 
 
@@ -260,10 +260,10 @@ def test_graphs_are_freed_before_others_are_captured(
         return capture(**kwargs)
 
     monkeypatch.setattr(model_runner, "capture_decode_graph", capturing)
-    assert start.get_state(engine.text_model).captured is not None
+    assert get_state(engine.text_model).captured is not None
     capture_decode_steps(engine)
     assert is_freed == [True]
-    assert start.get_state(engine.text_model).captured is not None
+    assert get_state(engine.text_model).captured is not None
 
 
 def test_a_batch_that_still_runs_at_a_recapture(
@@ -302,7 +302,7 @@ def test_a_batch_that_still_runs_at_a_recapture(
 @pytest.mark.parametrize(
     ("shared", "eager"),
     [
-        ({"disaggregation_mode": "prefill"}, compat.pools.SHARED),
+        ({"disaggregation_mode": "prefill"}, lifecycle.SHARED),
         (
             {"enable_hierarchical_cache": True},
             f"enable_hierarchical_cache: {lifecycle.LOADED_MEANWHILE}",

@@ -23,6 +23,7 @@ from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.core import state
+from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.loading import limits, metrics, start
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -46,7 +47,7 @@ def assert_never_touched(engine: Engine) -> None:
 
 def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, replace(E2B_TINY, kv_shared_layers=0, layers=5))
-    assert start.get_state(engine.text_model).unsupported == start.NO_SHARED_LAYERS
+    assert start.find_model_reason(engine.text_model) == start.NO_SHARED_LAYERS
     assert_never_touched(engine)
 
 
@@ -72,7 +73,7 @@ def test_another_model_is_never_touched(
     name: str,
     value: Any,
 ) -> None:
-    start.get_state(engine.text_model).close()
+    get_state(engine.text_model).close()
     with monkeypatch.context() as another:
         another.setattr(owner(engine), name, value)
         restarted()
@@ -153,7 +154,7 @@ def test_experts_in_the_tail_are_refused(tiny_checkpoint: Path, tmp_path: Path) 
     file.write_text(json.dumps(config))
     engine = Engine(tmp_path / "experts", **ENGINE, load_format="dummy")
     assert engine.text_model.layers[-1].moe is not None
-    assert start.get_state(engine.text_model).unsupported == ServerRefusal(EXPERTS)
+    assert get_state(engine.text_model).unsupported == ServerRefusal(EXPERTS)
     try:
         assert_stock(engine, EXPERTS)
     except AssertionError as failure:
@@ -173,5 +174,5 @@ def test_an_embedding_server_is_refused(
         if "fast prefill" in m and "is installed" not in m:
             said.append(m)
     assert said == []
-    assert start.get_state(engine.text_model).attention is None
+    assert get_state(engine.text_model).attention is None
     assert_stock(engine, limits.EMBEDDINGS)

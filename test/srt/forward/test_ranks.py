@@ -37,6 +37,7 @@ from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
 from sglang_gemma4_yoco.core import eligibility, ranks, state
+from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.loading import start as starting
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -135,7 +136,7 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
     with_audits(rank, engine)
     # It ends that rank; and the other, which waits for it, when it is gone.
     engine.runner.init_attention_backends()
-    state = starting.get_state(engine.text_model)
+    state = get_state(engine.text_model)
     found = checking.check_model(engine.runner, state)
 
     def check(*_: Any) -> Any:
@@ -167,7 +168,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
     from sglang_gemma4_yoco.checking import rounding
     from sglang_gemma4_yoco.checking import start as checking
 
-    state, found = starting.get_state(engine.text_model), list[Any]()
+    state, found = get_state(engine.text_model), list[Any]()
     check = checking.check_model
 
     def differing(*args: Any) -> Any:
@@ -189,7 +190,7 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
     """One that is not checked, or audits otherwise, would leave the other in a collective."""
     with settings_changed(self_check=rank == 0):
         engine.runner.init_attention_backends()
-    assert starting.get_state(engine.text_model).report.check is None
+    assert get_state(engine.text_model).report.check is None
     assert_stock(engine, ranks.NOT_ALIKE)
     with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
         engine.runner.init_attention_backends()
@@ -204,12 +205,12 @@ def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
     model, batch = engine.text_model, engine.schedule(ONE_PROMPT)
     trusted = settings_changed(trust=(norm_called.__module__,))  # to be taken for SGLang's own
     with trusted, norm_called(engine, with_one_argument_more):
-        assert starting.get_state(model).unsupported is None
+        assert get_state(model).unsupported is None
         assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
         assert_stock(engine, core_model.OTHER_END)
         engine.runner.init_attention_backends()  # as when a server starts
-        assert starting.get_state(model).unsupported is None
-        starting.set_up(engine.runner, starting.get_state(model))
+        assert get_state(model).unsupported is None
+        starting.set_up(engine.runner, get_state(model))
         assert_stock(engine, core_model.OTHER_END)
 
 
@@ -220,7 +221,7 @@ def with_audits(rank: int, engine: Engine) -> None:
 
     with settings_changed(audit=1, audit_strict=True):
         engine.runner.init_attention_backends()
-        state = starting.get_state(engine.text_model)
+        state = get_state(engine.text_model)
         starting.set_up(engine.runner, state)
         assert state.unsupported is None
         scheduled, fast = engine.schedule(ONE_PROMPT), cut(70, 1)
@@ -298,5 +299,5 @@ def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
         starting.start_model(engine.runner, engine.text_model),
     ):
         pass
-    refusal = starting.get_state(engine.text_model).unsupported
+    refusal = get_state(engine.text_model).unsupported
     assert refusal == ServerRefusal("ranks on several machines")

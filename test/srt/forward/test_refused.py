@@ -30,7 +30,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -51,7 +51,7 @@ def test_a_refused_server_logs_why_and_plans_nothing(
     restarted(enable_deterministic_inference=True)
     reason = "deterministic inference"
     assert said() == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
-    assert start.get_state(engine.text_model).attention is None
+    assert get_state(engine.text_model).attention is None
     assert_stock(engine, reason)
     restarted()
     assert_fast(engine)

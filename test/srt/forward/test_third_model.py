@@ -36,7 +36,8 @@ from harness.random_batches import PROPERTIES, holds
 from sglang_gemma4_reference.checkpoint import build_tokenizer
 from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.loading import patch, start
+from sglang_gemma4_yoco.core.state import get_state
+from sglang_gemma4_yoco.loading import patch
 from sglang_gemma4_yoco.models import registry
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -103,7 +104,7 @@ def test_random_batches(engine: Engine, name: str) -> None:
 def test_what_is_known_where_no_runner_has_started_it(engine: Engine) -> None:
     """As of a model that another program has built."""
     state_of(engine).close()
-    kind: Any = start.get_state(engine.text_model).kind
+    kind: Any = get_state(engine.text_model).kind
     assert kind is third_yoco
     engine.runner.init_attention_backends()
     assert_fast(engine)

@@ -36,7 +36,7 @@ from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import get_state
 
 ON_A_CPU = os.environ["YOCO_TEST_GPU"] == "cpu"
 DEVICE, PRESET = ("cpu", "E2B_TINY") if ON_A_CPU else ("cuda", "E2B")
@@ -127,7 +127,7 @@ def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
 def exits(engine: Engine, setting: Callable[..., None]) -> None:
     """They are open, and any skipped row is worth it."""
     setting(min_skipped_rows=1)
-    facts = start.get_state(engine.text_model).report
+    facts = get_state(engine.text_model).report
     assert str(facts.exits).startswith("open"), facts
     found = facts.exits_check
     assert found is not None

@@ -35,7 +35,7 @@ from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import audit, rounding, tail_graphs
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import get_state
 
 SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)
 POST_NORMS = (0.5, 1.0, 2.0, 4.0)
@@ -231,7 +231,7 @@ def judge(
 
     Proofs are of every graph of the captured tail, full and padded.
     """
-    state, runner = start.get_state(engine.text_model), engine.runner
+    state, runner = get_state(engine.text_model), engine.runner
     checked = check.check_model(runner, state)
     if checked.worst is None:
         raise SystemExit(f"{result.model}: {checked}")

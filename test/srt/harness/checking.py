@@ -17,8 +17,7 @@ from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
-from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import ModelState, get_state
 
 REQUESTS = 3
 NEW = [7, 6, 5]  # tokens of each, with pages of one
@@ -26,7 +25,7 @@ NEW = [7, 6, 5]  # tokens of each, with pages of one
 
 def checked(engine: Engine) -> Checked:
     """The check of this engine's model."""
-    return check.check_model(engine.runner, start.get_state(engine.text_model))
+    return check.check_model(engine.runner, get_state(engine.text_model))
 
 
 def result_of_check(state: ModelState) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def counted(engine: Engine) -> Iterator[list[list[int]]]:
 @contextmanager
 def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[ModelState]:
     """Prefills of the engine are audited in the span."""
-    state = start.get_state(engine.text_model)
+    state = get_state(engine.text_model)
     reason = state.unsupported
     with settings_changed(audit=every, audit_strict=strict):
         state.after_cut = audit.make_auditor(engine.runner, state)

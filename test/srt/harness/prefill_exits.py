@@ -24,8 +24,8 @@ from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP, TAIL_NOT_CAPTURED
+from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.counters import Outcome
-from sglang_gemma4_yoco.loading import start
 
 BUCKETS = [16, 32, 64, 128]
 ROWS = 4  # prompts of a batch whose tail is captured
@@ -123,7 +123,7 @@ TO_THE_END: frozenset[Outcome] = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
 
 def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[Outcome]]:
     """Segments that the fast path must run, and how it may be counted."""
-    state = start.get_state(engine.text_model)
+    state = get_state(engine.text_model)
     if not is_replayed(new_rows(prompts)):
         return 0, EAGERLY
     if skips_tail(prompts):

@@ -26,7 +26,7 @@ from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
@@ -100,7 +100,7 @@ def test_forward(engine: Engine, name: str) -> None:
 
 def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It agrees, and finds when the tail's window is one key short, as Triton's own is."""
-    state = start.get_state(engine.text_model)
+    state = get_state(engine.text_model)
     found = check.check_model(engine.runner, state)
     assert found.worst is not None
     assert found.worst.excess < 0.5

@@ -28,7 +28,7 @@ from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import per_layer
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
@@ -147,7 +147,7 @@ def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint = write_checkpoint(tmp_path, INTERPRETED)
     engine = Engine(checkpoint, **ENGINE, kv_cache_dtype=name)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
-    assert str(start.get_state(engine.text_model).unsupported) == (
+    assert str(get_state(engine.text_model).unsupported) == (
         f"a KV cache of {TYPES[name]} beside weights of torch.float32"
     )
     for switch in ("0", "1"):
