@@ -25,43 +25,45 @@ cross-decoder)::
     6  Their rows are scattered into what the model returns. If anything fails, stock serves the
        batch.
 
-The rooms, from the top down. Imports go down, and no two folders import each other. SGLang is
-imported in compat/, and by commands that an operator runs, and nowhere else. core/ knows no model::
+The packages, from the top down. Imports go down, and no two packages import each other. SGLang is
+imported in compat/ and commands/ only. core/ knows no model::
 
-    plugin.py          what SGLang calls: patch it, or log in one line why not
-    commands/          what an operator runs: doctor, status, verify
-    loading/           when a process and a runner start
-        patch.py           SGLang's methods wrapped
-        start.py           may this server's prefills be cut? capture the tail, check, announce
-        classes.py         unsupported: somebody else's code where rows pass
-        limits.py          unsupported: server arguments, attention, pools, linear layers
+    plugin.py          SGLang's entry point: patch SGLang, or log in one line why not
+    commands/          the command line: doctor, status, verify
+    loading/           the start of a process and of a runner
+        patch.py           wraps SGLang's methods
+        runner_setup.py    sets up a model: eligibility, captured tail, check, log line
+        third_party.py     rules out third-party code on the activation path
+        unsupported.py     rules out server arguments, attention backends, KV pools, linear layers;
+                           its tests are in unit/test_limits, its documents in docs/modes.md
         metrics.py         /server_info and /metrics
         published.py       two helpers for code that cuts a batch itself
     prefill_exits/     exits from SGLang's captured prefills
-        exit_setup.py      SGLang's capture is repaired, and exits are opened after a check
-        graph_exits.py     a graph is left at its exit point, and the tail replayed
-    checking/          does it give what stock gives, on this machine and with these weights?
-        start.py           once, before it serves
-        audit.py           one of N prefills once more as stock, while it serves
-        layerwise.py       each step of the fast path given stock's numbers, and compared
+        exit_setup.py      repairs SGLang's capture, and opens the exits after a check
+        graph_exits.py     leaves a graph at its exit point, and replays the tail
+    checking/          comparisons with stock on this device and with these weights
+        self_check.py      once, before the server serves
+        audit.py           one of N prefills, while it serves
+        layerwise.py       each step of the fast path on stock's numbers
         exit_check.py      an exit against the same graph, run to its end
-        tail_graphs.py     each graph against the same layers, run eagerly
-        requests.py        synthetic requests in slots that are restored
-        rounding.py        which differences are rounding
-    captured/          the tail captured in CUDA graphs
-        lifecycle.py       when it is captured and dropped
-        graphs.py          capture, plan, replay
-    models/            one file for each text model; core/model.py says what is in it
+        tail_graphs.py     each graph of the tail against the same layers, run eagerly
+        synthetic_requests.py  requests in slots that are restored
+        rounding.py        the tolerance of each comparison
+    captured/          the tail, captured in CUDA graphs
+        lifecycle.py       capture and drop
+        graphs.py          buckets: capture, plan, replay
+    models/            one file for each text model, an implementation of core/model.py
     core/              the mechanism, as above
-        per_layer.py       per-layer inputs split by layers and rows
-        state.py           what is known of a served model
-        interfaces.py      what core calls of the parts above it
-        ranks.py           tensor-parallel ranks agree
-    compat/            SGLang's names, arguments, attention, pools, batches, layers and graphs
+        per_layer.py       per-layer inputs, split by layers and rows
+        state.py           the state of a served model
+        interfaces.py      interfaces that the packages above implement
+        ranks.py           agreement of tensor-parallel ranks
+    compat/            SGLang's symbols, arguments, attention, pools, batches, layers and graphs
+        backends.py        the attention backends that each model admits
     counters.py        forwards by outcome
-    refusal.py         why a batch, or a whole server, runs as stock
+    refusal.py         reasons for which a batch, or a whole server, runs as stock
     log.py             log lines, each logged once
-    replaced.py        attributes of one object of SGLang's replaced, and put back
+    patched.py         temporary attributes of one object of SGLang's
     settings.py        environment variables, read once
 """
 

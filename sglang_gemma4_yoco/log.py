@@ -14,7 +14,7 @@ _MEASURED = re.compile(r"\d+\.\d+(e[-+]\d+)?")
 
 
 def is_first(key: Hashable) -> bool:
-    """Whether nothing was logged with this key, which is noted."""
+    """Return True the first time it is called with this key."""
     is_new = key not in _logged
     _logged.add(key)
     return is_new

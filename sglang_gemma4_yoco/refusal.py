@@ -1,4 +1,4 @@
-"""Why a batch, or every batch of a server, runs as stock.
+"""Reasons for which a batch, or every batch of a server, runs as stock.
 
 The text is for people: in log lines, in /server_info, and in a metric's label, which is made of it.
 Nothing is decided by it.
@@ -13,7 +13,7 @@ SERVER_UNSUPPORTED = "server_unsupported"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a batch runs as stock.
+    """The reason for which a batch runs as stock.
 
     Attributes:
         text: the reason.
@@ -29,7 +29,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class ServerRefusal(Refusal):
-    """Why every batch of a server runs as stock; it is logged once, and for no batch.
+    """The reason for which every batch of a server runs as stock; it is logged once, at start.
 
     Attributes:
         level: of its line in the log.

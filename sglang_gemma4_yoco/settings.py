@@ -13,25 +13,25 @@ from typing import Any, NamedTuple
 SWITCH = "SGLANG_GEMMA4_YOCO"
 
 
-class Kind(NamedTuple):
-    """What a setting accepts: in words, as a pattern, and what it becomes."""
+class SettingType(NamedTuple):
+    """The type of a setting: its values in words, as a pattern, and their parser."""
 
     accepted: str
     pattern: str
     parse: Callable[[str], Any]
 
 
-_FLAG = Kind("1 or 0", "[01]", lambda value: value == "1")
-_FROM_0 = Kind("a whole number from 0 up", "[0-9]+", int)
-_FROM_1 = Kind("a whole number from 1 up", "0*[1-9][0-9]*", int)
-_NAMES = Kind(
+_FLAG = SettingType("1 or 0", "[01]", lambda value: value == "1")
+_FROM_0 = SettingType("a whole number from 0 up", "[0-9]+", int)
+_FROM_1 = SettingType("a whole number from 1 up", "0*[1-9][0-9]*", int)
+_NAMES = SettingType(
     "names of Python modules or classes, with commas between",
     r"\w+(\.\w+)*(, *\w+(\.\w+)*)*",
     lambda value: tuple(re.split(", *", value)),
 )
 
 
-def _setting(default: Any, kind: Kind, explanation: str) -> Any:
+def _setting(default: Any, kind: SettingType, explanation: str) -> Any:
     return field(default=default, metadata={"kind": kind, "help": explanation})
 
 
@@ -102,7 +102,7 @@ VARIABLES: Mapping[str, Field[Any]] = {name_of(one.name): one for one in fields(
 
 
 def unset(setting: Field[Any]) -> str:
-    """What holds where a setting is not set, in words."""
+    """Return the default of a setting in words."""
     default: Any = setting.default
     if default == ():
         return "none"
@@ -114,7 +114,7 @@ def unset(setting: Field[Any]) -> str:
 def parse(variable: str, value: str) -> bool | int | tuple[str, ...]:
     """Parse a variable's value; a ``ValueError`` names the variable and what it accepts."""
     setting = VARIABLES[variable]
-    kind: Kind = setting.metadata["kind"]
+    kind: SettingType = setting.metadata["kind"]
     if re.fullmatch(kind.pattern, value):
         parsed: bool | int | tuple[str, ...] = kind.parse(value)
         return parsed
@@ -129,7 +129,7 @@ current = Settings()
 
 @contextmanager
 def changed(**values: Any) -> Iterator[None]:
-    """Have these values of ``Settings``' fields in the ``with`` block, as checks need them."""
+    """Change these fields of the settings in the ``with`` block, as checks need it."""
     global current
     before, current = current, replace(current, **values)
     try:

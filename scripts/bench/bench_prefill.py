@@ -54,7 +54,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 from scripts.command_line import new_parser
 from scripts.result_files import REHEARSAL, begin_result, device_name, write_result
 from sglang_gemma4_yoco.commands.console import say
-from sglang_gemma4_yoco.commands.verify.compare import Times
+from sglang_gemma4_yoco.commands.verify.comparison import Times
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
 from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.settings import name_of
@@ -509,7 +509,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
 
     backend, model, wrapped = Backend(), engine.text_model, wrap_model_forward(stock)
     attention = TailBackend(backend, Backend())
-    known = ModelState(model, registry.find_kind(model), None, attention)
+    known = ModelState(model, registry.find_adapter(model), None, attention)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
     forward_batch, added = releases.forward_batch(batch, engine.runner), {}

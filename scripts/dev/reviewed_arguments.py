@@ -6,8 +6,8 @@ what SGLang's code does with it before you commit the list. It belongs there if 
 which rows of a prefill are read, nor where K and V are stored, nor how the layers are laid out,
 split or replayed; or if what it makes is judged in any case: the attention backend, the pools, the
 linear layers, each batch, the captured graphs. One that does not belongs into a table of
-``loading/limits.py``, and is then left out here. Names of a release that is no longer supported may
-be taken out.
+``loading/unsupported.py``, and is then left out here. Names of a release that is no longer
+supported may be taken out.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def reviewed() -> set[str]:
 def main() -> None:
     """Add what is new to the list."""
     new_parser(__doc__).parse_args()
-    from sglang_gemma4_yoco.loading import limits
+    from sglang_gemma4_yoco.loading import unsupported
 
     known = reviewed()
-    names = sorted((known | installed()) - limits.list_judged_arguments())
+    names = sorted((known | installed()) - unsupported.list_judged_arguments())
     for name in names:
         if name not in known:
             print(f"review {name}")

@@ -22,7 +22,7 @@ from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.core import per_layer
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Inputs:
             if model.embed_tokens_per_layer is not None:
                 embedded = zeros(len(state.tail_layers), model.hidden_size_per_layer_input)
         return cls(
-            rows=zeros(*state.kind.get_row_shape(model)),
+            rows=zeros(*state.adapter.get_row_shape(model)),
             positions=zeros(dtype=torch.int64),
             requests=zeros(dtype=like.req_pool_indices.dtype),
             lengths=zeros(dtype=like.seq_lens.dtype).fill_(1),
@@ -69,7 +69,7 @@ class Inputs:
         )
 
     def change(self, each: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        """What ``each`` makes of these tensors."""
+        """Return these inputs with ``each`` applied to every tensor."""
         return replace(self, **{name: each(t) for name, t in vars(self).items() if t is not None})
 
     def first(self, rows: int) -> Inputs:
@@ -104,7 +104,9 @@ def run_layers(state: ModelState, inputs: Inputs, batch: Any) -> torch.Tensor:
         )
     # Layers add into their input in place, and padding would grow from replay to replay.
     rows = inputs.rows.clone()
-    return state.kind.run_tail(model, state.tail_layers, batch, rows, inputs.positions, projected)
+    return state.adapter.run_tail(
+        model, state.tail_layers, batch, rows, inputs.positions, projected
+    )
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class TailGraphs:
     def capture(self) -> None:
         """Capture all, the largest first; when this raises, ``close`` is still due."""
         # Without drafts, for whose verification SGLang allocates masks, which no tail reads.
-        without_drafts = replaced(self.backend, num_draft_tokens=None)
+        without_drafts = patched(self.backend, num_draft_tokens=None)
         with without_drafts, compat.attention.widen_window(self.backend):
             self.backend.init_cuda_graph_state(self._sizes[-1], self._sizes[-1])
         try:

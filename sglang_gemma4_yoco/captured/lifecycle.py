@@ -12,7 +12,7 @@ from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.state import ModelState
 
 NOT_YET = "it is not captured yet"
-OFF = f"{settings.name_of('graph_rows')}=0"
+GRAPHS_OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
 NOT_DECODING = "it extends, since this release of SGLang was not tested"
 QUANTISED = "the per-layer inputs are quantised"
@@ -32,10 +32,10 @@ _UNSUPPORTED = {
 _Check = Callable[[graphs.TailGraphs, Any], str | None]
 
 
-def find_reason(runner: Any, state: ModelState) -> str | None:
-    """Why the tail of this server is not captured, or None."""
+def find_eager_reason(runner: Any, state: ModelState) -> str | None:
+    """Return why the tail of this server is not captured, or None."""
     if settings.current.graph_rows == 0:
-        return OFF
+        return GRAPHS_OFF
     if compat.decode_graphs.get_captured_steps(runner) is None:
         return NO_GRAPHS
     assert state.attention is not None
@@ -77,7 +77,7 @@ def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
     """
     try:
         drop_tail(state)
-        reason = find_reason(runner, state)
+        reason = find_eager_reason(runner, state)
         reason = ranks.find_difference(f"captured: {reason}") or reason
         if reason is None:
             reason = _capture_and_check(runner, state, check_graphs)

@@ -118,7 +118,7 @@ class Auditor:
         traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
 
     def _run_again(self, forward: Forward, plan: Plan) -> tuple[list[Difference], Any]:
-        """What was found of the cut on stock's rows, and what stock gives."""
+        """Return the findings of the cut on stock's rows, and stock's output."""
         stock, found = Stock(plan.tail.index), list[Difference]()
         with layerwise.watch_stock(self._state, stock, self._state.cut_layer):
             output = forward.stock()

@@ -7,24 +7,30 @@ import torch
 
 from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.captured.graphs import Replay
-from sglang_gemma4_yoco.checking import layerwise, requests, rounding, start, tail_graphs
+from sglang_gemma4_yoco.checking import (
+    layerwise,
+    rounding,
+    self_check,
+    synthetic_requests,
+    tail_graphs,
+)
 from sglang_gemma4_yoco.checking.rounding import Difference
-from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 NOT_TAKEN = "the prefill of the check has not left at an exit"
 
 
-def check_exits(runner: Any, state: ModelState) -> Checked:
+def check_exits(runner: Any, state: ModelState) -> CheckResult:
     """Compare a synthetic prefill that leaves at an exit, on a ``ModelRunner`` without requests.
 
     It is a prompt, or an intermediate chunk where the tail is not captured: then prompts leave at
     no exit.
     """
     if not settings.current.self_check:
-        return start.NOT_WANTED
+        return self_check.NOT_WANTED
     found = list[Difference]()
 
     def compare(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
@@ -33,23 +39,23 @@ def check_exits(runner: Any, state: ModelState) -> Checked:
 
     leaving = replace(state, exits_are_open=True, after_cut=compare)
     # SGLang replays it, however much padding its bucket needs.
-    always = replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
+    always = patched(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
     # The other way round: the tail's inputs may still be those of the check before this one.
-    lengths = max(requests.choose_batches(runner, state), key=len)[::-1]
+    lengths = max(synthetic_requests.choose_batches(runner, state), key=len)[::-1]
     if state.captured is not None:
         lengths = lengths[: state.captured.rows[-1]]
-    with requests.make_synthetic_requests(runner, state, lengths) as synthetic, always:
+    with synthetic_requests.make_synthetic_requests(runner, state, lengths) as synthetic, always:
         outcome = synthetic.run(leaving, finishes=state.captured is not None).outcome
         if outcome not in counters.AT_EXITS.values():
             found.append(rounding.make_defect(NOT_TAKEN))
         if synthetic.others_changed():
-            found.append(rounding.make_defect(start.OTHERS_SLOTS))
-    return Checked(rounding.find_worst(found))
+            found.append(rounding.make_defect(self_check.OTHERS_SLOTS))
+    return CheckResult(rounding.find_worst(found))
 
 
 @torch.no_grad()
 def compare_exit(forward: Any, plan: Plan, output: torch.Tensor) -> list[Difference]:
-    """What differs from the same graph run to its end; this runs it to its end.
+    """Return the differences from the same graph run to its end; this runs it to its end.
 
     Nothing may run between the forward and this. Compared are K and V of layer S-1 in the pool with
     those recomputed from the rows at the exit, and with those that the graph writes; and the tail
@@ -61,7 +67,7 @@ def compare_exit(forward: Any, plan: Plan, output: torch.Tensor) -> list[Differe
     """
     state, total = forward.state, plan.tail.kept.total
     rows, positions = forward.point.rows[:total], forward.batch.positions[:total]
-    made = state.kind.compute_keys_and_values(state.tail_layers[0], rows, positions)
+    made = state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)
     cached = layerwise.get_donor_cache(state, plan)
     written = cached.read()
     found = layerwise.compare_keys_and_values(state.cut_layer, made, written)

@@ -31,7 +31,7 @@ from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.plan import EagerTail
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 _INPUTS = "per-layer inputs before those"
 _INPUT = "per-layer input"
@@ -96,7 +96,7 @@ class Stock:
 def call_before_layers(
     state: ModelState, numbers: range, visit: Callable[..., None]
 ) -> Iterator[None]:
-    """Have ``visit`` called before each of these layers, as a hook that gets its number first.
+    """Call ``visit`` before each of these layers, as a hook that gets its number first.
 
     Models call their layers with arguments by name alone.
     """
@@ -110,7 +110,7 @@ def call_before_layers(
 
 @contextmanager
 def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
-    """In the ``with`` block ``visit`` is called with the result of each step of the tail."""
+    """Call ``visit`` with the result of each step of the tail in the ``with`` block."""
 
     def attend(
         number: int, attention: Any, stock: Any, q: torch.Tensor, *args: Any, **kwargs: Any
@@ -126,11 +126,11 @@ def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
 
     def run_layer(number: int, _: Any, stock: Any, **call: Any) -> Any:
         if number == state.cut_layer:
-            visit(_OUTPUT, number - 1, state.kind.view_rows(call["hidden_states"]))
+            visit(_OUTPUT, number - 1, state.adapter.view_rows(call["hidden_states"]))
         if call.get("per_layer_input") is not None:
             visit(_INPUT, number, call["per_layer_input"])
         output = stock(**call)
-        visit(_OUTPUT, number, state.kind.view_rows(output))
+        visit(_OUTPUT, number, state.adapter.view_rows(output))
         return output
 
     with ExitStack() as stack:
@@ -138,7 +138,7 @@ def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
             attention = layer.self_attn.attn
             for part, forward in ((layer, run_layer), (attention, attend)):
                 watched = partial(forward, number, part, part.forward)
-                stack.enter_context(replaced(part, forward=watched))
+                stack.enter_context(patched(part, forward=watched))
         yield
 
 
@@ -163,14 +163,14 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
         return projected
 
     def keep_all(number: int, _: Any, __: Any, call: dict[str, Any]) -> None:
-        stock.layer_inputs[number] = state.kind.view_rows(call["hidden_states"]).clone()
+        stock.layer_inputs[number] = state.adapter.view_rows(call["hidden_states"]).clone()
         stock.positions = call["positions"].clone()
 
     def keep_final(_: Any, __: Any, output: Any) -> None:
         keep(_FINAL, len(model.layers) - 1, compat.layers.get_rows(output))
 
     with (
-        replaced(model, project_per_layer_inputs=projecting),
+        patched(model, project_per_layer_inputs=projecting),
         call_before_layers(state, range(first, state.cut_layer + 1), keep_all),
         _visit_steps(state, keep),
         ExitStack() as stack,  # which removes the hook whatever fails on the way out
@@ -228,7 +228,7 @@ class _StepComparer:
     found: list[Difference] = field(default_factory=list)
 
     def compare_inputs(self, inputs: PerLayerInputs) -> None:
-        """Have the per-layer inputs projected; compare those of the layers before the cut."""
+        """Project the per-layer inputs; compare those of the layers before the cut."""
         stock = self.stock
         cut_layer = self.state.cut_layer
         if stock.embeds is None:
@@ -262,7 +262,9 @@ class _StepComparer:
         if step == _OUTPUT:
             given = self.stock.kept.get((_OUTPUT, layer - 1))
         what, tolerance = f"{step} of layer {layer}", _TOLERANCES.get(step, _PROJECTED)
-        return rounding.compare(what, expected, found, tolerance, of_scores=of_scores, given=given)
+        return rounding.compare_rows(
+            what, expected, found, tolerance, of_scores=of_scores, given=given
+        )
 
     def _of_scores(self, layer: int) -> float:
         """The relative error of attention's output that the sums of its scores cause.
@@ -273,7 +275,7 @@ class _StepComparer:
         queries = self.stock.kept[_QUERIES, layer]
         width = queries.shape[-1]
         attention = self.layers[layer].self_attn.attn
-        keys = self.state.kind.get_key_scale(self.layers[attention.layer_id]).abs().max()
+        keys = self.state.adapter.get_key_scale(self.layers[attention.layer_id]).abs().max()
         norms = queries.float().norm(dim=-1).max()
         eps = rounding.get_eps_of_scores(queries)
         return float(2 * eps * attention.scaling * norms * keys * math.sqrt(width))
@@ -328,7 +330,7 @@ def compare_keys_and_values(
     differences = []
     for what, one, other in zip(("keys", "values"), expected, found, strict=True):
         place = f"{what} of layer {layer} in the pool"
-        differences.append(rounding.compare(place, one, other, _PROJECTED))
+        differences.append(rounding.compare_rows(place, one, other, _PROJECTED))
     return differences
 
 
@@ -339,4 +341,4 @@ def compare_logits(
 
     They are computed from ``rows``, whose type determines the rounding, not that of the logits.
     """
-    return rounding.compare("logits", expected, found, _OF_LOGITS, rounded=rows)
+    return rounding.compare_rows("logits", expected, found, _OF_LOGITS, rounded=rows)

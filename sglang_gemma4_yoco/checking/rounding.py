@@ -82,7 +82,7 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is not a defect."""
+        """True if it is not a defect."""
         return self.error <= self.allowed
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def make_defect(what: str) -> Difference:
     return Difference(what, math.inf, 0.0)
 
 
-def compare(
+def compare_rows(
     what: str,
     expected: torch.Tensor,
     found: torch.Tensor,
@@ -140,7 +140,7 @@ def compare(
 def _measure(
     expected: torch.Tensor, given: torch.Tensor | None, tolerance: Tolerance, unit: float
 ) -> torch.Tensor:
-    """What the errors of [..., channels] are relative to: [rows, 1] or [1, channels]."""
+    """Return what errors of [..., channels] are relative to: [rows, 1] or [1, channels]."""
     over = 0
     if tolerance.of_rows:
         over = -1

@@ -6,7 +6,7 @@ length included: a graph that takes one row's for another's gives other numbers.
 
 The eager layers get the same numbers, padding included, in other memory. So both run the same
 kernels on the same shapes. Both plan over the same widened window: that it is right is shown by the
-comparisons with stock (``checking.start``).
+comparisons with stock (``checking.self_check``).
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.captured.graphs import Inputs, Replay, TailGraphs
 from sglang_gemma4_yoco.checking import rounding
-from sglang_gemma4_yoco.checking.requests import (
+from sglang_gemma4_yoco.checking.rounding import Difference, Tolerance
+from sglang_gemma4_yoco.checking.synthetic_requests import (
     NotComparableError,
     Request,
     make_synthetic_requests,
 )
-from sglang_gemma4_yoco.checking.rounding import Difference, Tolerance
 from sglang_gemma4_yoco.core import ranks
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
@@ -78,7 +78,7 @@ def compare_eager(replay: Replay, found: torch.Tensor, **others: torch.Tensor | 
     Args:
         others: ``Inputs`` that replace those of the kept rows.
     """
-    return rounding.compare(TAIL, run_eagerly(replay, **others), found, _TOLERANCE)
+    return rounding.compare_rows(TAIL, run_eagerly(replay, **others), found, _TOLERANCE)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What commands print and write, without secrets. Standard library only."""
+"""Output of the commands, without secrets. Standard library only."""
 
 import json
 from dataclasses import dataclass, field

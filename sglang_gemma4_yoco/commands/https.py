@@ -33,7 +33,7 @@ def make_session(url: str, key: str | None = None) -> requests.Session:
 
 
 def explain_failure(failure: BaseException) -> str:
-    """Why a request of requests' has failed, and the remedy, in one line."""
+    """Return why a request has failed, and the remedy, in one line."""
     cause = failure
     while deeper := cause.__cause__ or cause.__context__:
         cause = deeper

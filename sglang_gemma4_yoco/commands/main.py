@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_on_signals() -> None:
-    """Have signals end the command on the way that stops whatever it has started.
+    """Turn signals into an exception, so that the command stops whatever it has started.
 
     Those that are ignored stay so, as ``nohup`` has it.
     """

@@ -19,9 +19,9 @@ from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands.console import CommandError, Report
 from sglang_gemma4_yoco.commands.redact import show_flags
 from sglang_gemma4_yoco.compat.backends import READ, RUN, list_flags
-from sglang_gemma4_yoco.core.model import TextModel
+from sglang_gemma4_yoco.core.model import TextModelAdapter
 from sglang_gemma4_yoco.core.state import first_shared_layer
-from sglang_gemma4_yoco.loading import classes, limits, metrics, patch
+from sglang_gemma4_yoco.loading import metrics, patch, third_party, unsupported
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 
@@ -34,11 +34,14 @@ _QUANTISING = ("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant
 def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
     """Add everything that needs SGLang, which has loaded its plugins."""
     report.entries["plugins"]["installed"] = patch.installed
-    untested = limits.find_release_reason()
+    untested = unsupported.find_release_reason()
     if untested is not None:
         report.refuse(untested)
     elif compat.release.is_newer_than_tested():
-        report.add("SGLang", f"{compat.release.INSTALLED} was not tested: {limits.RUNS_UNTESTED}")
+        report.add(
+            "SGLang",
+            f"{compat.release.INSTALLED} was not tested: {unsupported.RUNS_UNTESTED}",
+        )
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")
@@ -47,16 +50,16 @@ def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
     given, _ = parser.parse_known_args(flags)  # of two models the last one counts, as in SGLang
     if not given.model_path:
         raise CommandError("no model is named: give --model-path")
-    config, kind = _model(report, given.model_path, given.revision)
-    if kind is None:
+    config, adapter = _model(report, given.model_path, given.revision)
+    if adapter is None:
         report.refusals.append(metrics.NO_MODEL)
     else:
-        _server(report, config, kind, flags)
+        _server(report, config, adapter, flags)
 
 
 def _model(
     report: Report, name: str, revision: str | None
-) -> tuple[dict[str, Any], TextModel | None]:
+) -> tuple[dict[str, Any], TextModelAdapter | None]:
     """Return the model's config, and what knows the model if it has a KV-shared tail.
 
     Raises:
@@ -74,13 +77,13 @@ def _model(
         raise CommandError(f"the model {name} cannot be read ({why}): {remedy}") from failure
     text = config.get("text_config") or config
     layers: Any = text.get("num_hidden_layers")
-    kind = registry.find_kind_of_type(str(text.get("model_type")))
+    adapter = registry.find_adapter_by_type(str(text.get("model_type")))
     first, shared = None, "none"
-    if kind is not None and layers is not None:
-        report.refuse(compat.names.find_missing(kind.SGLANG))
+    if adapter is not None and layers is not None:
+        report.refuse(compat.names.find_missing(adapter.SGLANG))
         first = first_shared_layer(SimpleNamespace(**text))
     if first is None:
-        kind = None
+        adapter = None
     else:
         shared = f"{first}: layers {first} to {layers - 1} have no K/V"
     quantised = None
@@ -94,13 +97,13 @@ def _model(
     report.add("layers", str(layers), layers=layers)
     report.add("quantisation", quantised or "none, by its config", quantisation=quantised)
     report.add("first shared layer", shared, first_shared=first)
-    return config, kind
+    return config, adapter
 
 
 def _server(
-    report: Report, config: Mapping[str, Any], kind: TextModel, flags: Sequence[str]
+    report: Report, config: Mapping[str, Any], adapter: TextModelAdapter, flags: Sequence[str]
 ) -> None:
-    """Have SGLang resolve the flags, as in a server's scheduler; nothing is started."""
+    """Resolve the flags by SGLang, as in a server's scheduler; nothing is started."""
     report.begin("A server with these flags")
     report.add("flags", show_flags(flags))
     ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
@@ -119,19 +122,19 @@ def _server(
         unknown = f"SGLang does not resolve these flags on this machine ({why})"
         raise CommandError(unknown) from failure
     argument = compat.server.read_argument
-    _prefill_graphs(report, kind)
-    _judge(report, kind, argument)
+    _prefill_graphs(report, adapter)
+    _judge(report, adapter, argument)
     if patch.installed and argument("model_impl") != "transformers":
         _judge_classes(report, config.get("architectures") or [])
 
 
-def _prefill_graphs(report: Report, kind: TextModel) -> None:
+def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
     """Refuse flags with whose prefill graphs SGLang would stop."""
     backend = compat.server.get_cuda_graph_backend("prefill")
     if backend is None or compat.release.is_newer_than_tested():
         return
-    is_cut = patch.installed and limits.find_server_reason() is None
-    if is_cut and kind.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
+    is_cut = patch.installed and unsupported.find_server_reason() is None
+    if is_cut and adapter.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
         shortened = "replayed prefills are shortened, where the check at start agrees"
         report.add("prefill graphs", f"backend {backend!r}: {shortened}")
         return
@@ -142,15 +145,15 @@ def _prefill_graphs(report: Report, kind: TextModel) -> None:
     )
 
 
-def _judge(report: Report, kind: TextModel, argument: Any) -> None:
+def _judge(report: Report, adapter: TextModelAdapter, argument: Any) -> None:
     """Judge what the flags alone decide, by a server's own code; the rest is settled at start."""
     if compat.server.has_fast_prefill() and not argument(compat.server.FAST_PREFILL):
         report.add("fast prefill", "this package's serves: SGLang's own is off")
     if argument("model_impl") == "transformers":
         report.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
-        report.refuse(limits.EMBEDDINGS)
-    report.refuse(limits.find_argument_reason())
+        report.refuse(unsupported.EMBEDDINGS)
+    report.refuse(unsupported.find_argument_reason())
     quantised = next(filter(None, map(argument, _QUANTISING)), report.entries["quantisation"])
     if quantised is not None:
         report.unknowns.append(
@@ -165,10 +168,10 @@ def _judge(report: Report, kind: TextModel, argument: Any) -> None:
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
     attention = sorted(map(str, names))
     report.add("attention backend", ", ".join(attention), attention=attention)
-    run = list_flags(kind.ATTENTION, RUN)
+    run = list_flags(adapter.ATTENTION, RUN)
     others = [name for name in attention if name not in run]
     if others:
-        admitted = ", ".join(list_flags(kind.ATTENTION, RUN, READ))
+        admitted = ", ".join(list_flags(adapter.ATTENTION, RUN, READ))
         report.unknowns.append(
             f"attention by {', '.join(others)}: settled when a server has built it. Admitted for "
             f"this model are {admitted}, and hybrids of them"
@@ -183,4 +186,4 @@ def _judge_classes(report: Report, architectures: Sequence[str]) -> None:
         outer: type = ModelRegistry.resolve_model_cls(list(architectures))[0]
     except ValueError as failure:
         raise CommandError(f"SGLang loads no {' or '.join(architectures)} here") from failure
-    report.refuse(classes.find_reason(outer))
+    report.refuse(third_party.find_third_party_code(outer))

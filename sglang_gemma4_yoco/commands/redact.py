@@ -1,4 +1,4 @@
-"""What commands show of a server's flags, and what is replaced in all that they print or write.
+"""Redaction: which flags commands show, and what they replace in all their output.
 
 Shown are the names of flags, and the values without which a report cannot be read. SGLang's errors
 and a server's log quote other values, and keys. ``learn_secrets`` collects these when a command
@@ -45,7 +45,7 @@ def show_flags(flags: Iterable[str]) -> str:
 
 
 def learn_secrets(flags: Sequence[str]) -> None:
-    """Have ``redact`` replace what a server's flags do not show, and the environment's keys.
+    """Register what ``redact`` replaces: values of hidden flags, and keys of the environment.
 
     Those of an earlier call are forgotten.
     """
@@ -76,7 +76,7 @@ def redact(value: Any) -> Any:
 
 
 def _split(flags: Iterable[str]) -> tuple[list[str], list[str]]:
-    """What is shown of a server's flags, and the values that are not."""
+    """Return a server's flags as they are shown, and the values that are hidden."""
     shown, hidden = list[str](), list[str]()
     for before, word in pairwise(["", *flags]):
         name, _, value = word.partition("=")

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verdict(states: list[dict[str, Any] | None]) -> tuple[bool | None, str | None]:
-    """Whether the path is active on every scheduler, and the first reason why not.
+    """Return True if the path is active on every scheduler, and else the first reason.
 
     None where no scheduler says that it is not, and not all of them say that it is.
     """

@@ -19,14 +19,14 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_m
 
 from sglang_gemma4_yoco.compat import batch, server
 from sglang_gemma4_yoco.compat.backends import TRITON, get_path
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 #: The tail's attention backend, by its name in SGLang's registry.
 TAIL_BACKEND = "triton"
 
 
 def is_capturing() -> bool:
-    """Whether this forward is being captured into a CUDA graph, or is replayed around one.
+    """Return True if this forward is being captured into a CUDA graph, or replayed around one.
 
     A captured forward runs its Python once, for a padded batch. What was decided for that batch
     would be replayed for all others.
@@ -42,7 +42,7 @@ def get_current_backend() -> Any | None:
 
 
 def use_backend(backend: Any) -> AbstractContextManager[None]:
-    """In the ``with`` block ``backend`` is the current one."""
+    """Make ``backend`` the current attention backend in the ``with`` block."""
     if forward_context.has_forward_context():
         before = forward_context.get_forward_context()
         current = dataclasses.replace(before, attn_backend=backend)
@@ -53,7 +53,7 @@ def use_backend(backend: Any) -> AbstractContextManager[None]:
 
 
 def frees_tables_early(backend: Any) -> bool:
-    """Whether SGLang's scheduler may rewrite its tables once ``backend`` has planned a prefill.
+    """Return True if the scheduler may rewrite its tables once ``backend`` has planned a prefill.
 
     Backends declare it; the scheduler waits for the whole forward of the others.
     """
@@ -84,12 +84,12 @@ def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
 
 @cache
 def is_triton(kind: type) -> bool:
-    """Whether a backend of this class is SGLang's own on Triton, or derived from it."""
+    """Return True for SGLang's own backend on Triton, and for classes derived from it."""
     return any(get_path(base) == TRITON for base in kind.__mro__)
 
 
 def _counts_the_window_short(backend: Any) -> bool:
-    """Whether a decode step of ``backend`` sees one key fewer in its window than an extend row.
+    """Return True if a decode step's window has one key fewer than an extend row's.
 
     Triton's planner takes min(length, W - 1) keys for a window of W. In extend these are the cached
     keys before the row, which itself is the W-th; in decode the row's own key is among them. With
@@ -116,11 +116,11 @@ def widen_window(backend: Any) -> AbstractContextManager[None]:
     """Let a decode step that is planned here see in its window what an extend row sees."""
     if not _counts_the_window_short(backend):
         return nullcontext()
-    return replaced(backend, sliding_window_size=backend.sliding_window_size + 1)
+    return patched(backend, sliding_window_size=backend.sliding_window_size + 1)
 
 
 def _allocate_windows(backend: Any, requests: int) -> AbstractContextManager[None]:
-    """Have the windows' keys written into a buffer that is large enough for any.
+    """Give the planner a buffer for the windows' keys that is large enough for any.
 
     Without one, the planner reads from the device how many keys there are, to allocate as much.
     It writes request after request and notes where each begins, so the rest is not read. SGLang
@@ -131,7 +131,7 @@ def _allocate_windows(backend: Any, requests: int) -> AbstractContextManager[Non
     room = requests * backend.sliding_window_size
     buffer = torch.empty(room, dtype=torch.int64, device=backend.device)
     planner = partial(triton_backend.update_sliding_window_buffer, window_kv_indices=buffer)
-    return replaced(triton_backend, update_sliding_window_buffer=planner)
+    return patched(triton_backend, update_sliding_window_buffer=planner)
 
 
 def count_keys_in_window(attention: Any) -> int:

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
 from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope
 
 from sglang_gemma4_yoco.compat import layers, server
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 #: Its CUDA graph backend that captures prefills in segments, with attentions between them.
 BREAKABLE = "breakable"
@@ -53,7 +53,7 @@ def are_named() -> bool:
 
 @contextmanager
 def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None]:
-    """In the ``with`` block SGLang can capture prefills of text; each graph gets an exit point.
+    """Let SGLang capture prefills of text in the ``with`` block; each graph gets an exit point.
 
     Args:
         model: a ``Gemma4TextModel``.
@@ -77,9 +77,9 @@ def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None
 
     with (
         # In 0.5.22 a break then finds the donor, which has the same heads, window and scale.
-        replaced(cuda_graph_setup, index_attention_layers_by_global_id=lambda *both: both[:2]),
-        replaced(model, forward=from_ids),
-        replaced(attention, forward=noting),
+        patched(cuda_graph_setup, index_attention_layers_by_global_id=lambda *both: both[:2]),
+        patched(model, forward=from_ids),
+        patched(attention, forward=noting),
     ):
         yield
 

@@ -49,7 +49,7 @@ def capture_session(decode_steps: Any, backend: Any) -> Iterator[None]:
 
 
 def find_memory_reason(device: torch.device) -> str | None:
-    """Why nothing can be captured, or None. With several ranks a failed capture ends all."""
+    """Return why nothing can be captured, or None: a failed capture stops every rank."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()  # what PyTorch keeps in reserve is free

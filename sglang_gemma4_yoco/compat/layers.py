@@ -17,7 +17,7 @@ def get_rows(output: Any) -> torch.Tensor:
 
 
 def is_plain_tensor(weight: Any) -> bool:
-    """Whether these weights are plain, not of a class of their own as torchao's quantised ones.
+    """Return True for plain weights: no class of their own, as torchao's quantised ones have.
 
     ``isinstance(weight, torch.nn.Parameter)`` is true of those, too; their class is not derived.
     """
@@ -26,7 +26,7 @@ def is_plain_tensor(weight: Any) -> bool:
 
 
 def is_plain_linear(projection: Any) -> bool:
-    """Whether a linear layer is ``x @ weight.T``, so that its outputs can be sliced."""
+    """Return True if a linear layer is ``x @ weight.T``, so that its outputs can be sliced."""
     weight: Any = getattr(projection, "weight", None)
     return (
         type(getattr(projection, "quant_method", None)) is UnquantizedLinearMethod

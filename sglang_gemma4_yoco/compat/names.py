@@ -1,4 +1,4 @@
-"""What of SGLang is read by name, and the check that it is there.
+"""SGLang symbols that the package depends on, and the check at load that they exist.
 
 ``plugin`` checks the supported range before it imports this folder. What all models need is listed
 here; what one model needs is listed in its own file, as ``TextModelNames``.
@@ -56,7 +56,7 @@ _REMEDY = "Install a supported SGLang, or a newer sglang-gemma4-yoco"
 
 @dataclass(frozen=True, eq=False)  # two are the same if they are one object
 class TextModelNames:
-    """What the file of a text model uses of SGLang, by name.
+    """The SGLang symbols that a text model's file uses.
 
     Attributes:
         text_model: the path of the class of text models.

@@ -15,12 +15,12 @@ KeysAndValues = tuple[torch.Tensor, ...]
 
 
 def is_in_window_pool(pool: Any, layer: int) -> bool:
-    """Whether K and V of this layer, by its number in the model, are in the window's pool."""
+    """Return True if K and V of layer ``layer`` are in the sliding-window pool."""
     return bool(getattr(pool, "layers_mapping", {}).get(layer, (0, False))[1])
 
 
 def waits_for_loads(pool: Any) -> bool:
-    """Whether layers wait for their K and V in this pool: something loads them while others run."""
+    """Return True if K and V are loaded into this pool layer by layer, while others run."""
     pools = (pool, getattr(pool, "full_kv_pool", None), getattr(pool, "swa_kv_pool", None))
     return any(getattr(part, "layer_transfer_counter", None) is not None for part in pools)
 

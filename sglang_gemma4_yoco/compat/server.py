@@ -41,7 +41,7 @@ def has_name(name: str) -> bool:
 
 
 def has_fast_prefill() -> bool:
-    """Whether this SGLang has a fast prefill of its own, on or off."""
+    """Return True if this SGLang has a fast prefill of its own, on or off."""
     return has_name(FAST_PREFILL)
 
 
@@ -60,7 +60,7 @@ def get_published_arguments() -> Any | None:
 
 
 def is_single_rank() -> bool:
-    """Whether no other rank computes its part of the same forward."""
+    """Return True if no other rank computes a part of the same forward."""
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
@@ -81,7 +81,7 @@ def get_cuda_graph_backend(of: str) -> str | None:
 
 
 def get_captured_prefills(runner: Any) -> Any | None:
-    """What replays captured prefills of ``runner``. SGLang may leave out what the flags ask for."""
+    """Return what replays captured prefills, or None: SGLang may ignore what the flags ask for."""
     prefills = getattr(runner, "prefill_cuda_graph_runner", None)
     if isinstance(prefills, EagerRunner):
         return None
@@ -89,5 +89,5 @@ def get_captured_prefills(runner: Any) -> Any | None:
 
 
 def wait_for_device(device: str) -> None:
-    """Wait until all has run that was launched on it, on whichever stream; a CPU has no such."""
+    """Synchronize all streams of the device; no-op on a CPU."""
     torch.get_device_module(device).synchronize()

@@ -37,7 +37,7 @@ def run_prefill(
         NotCuttableError: the stock forward must serve the batch.
     """
     inputs = make_inputs(state, plan)
-    with state.kind.stop_before_cut(state.model, state.cut_layer, inputs.project) as at_cut:
+    with state.adapter.stop_before_cut(state.model, state.cut_layer, inputs.project) as at_cut:
         output = stock()
     if len(at_cut) != 1:
         raise NotCuttableError(OTHER_END)
@@ -49,7 +49,7 @@ def run_prefill(
 
 
 def make_inputs(state: ModelState, plan: Plan) -> PerLayerInputs:
-    """What takes the per-layer inputs of this forward apart."""
+    """Return the per-layer inputs of this forward, to be split at the cut."""
     buffers = None
     if plan.runner is not None:
         buffers = plan.runner.buffers
@@ -82,18 +82,18 @@ def finish_prefill(
     """
     if not inputs.are_complete():
         raise NotCuttableError(OTHER_INPUTS)
-    write_keys_and_values(state, plan, rows, positions)
+    write_donor_keys_and_values(state, plan, rows, positions)
     if plan.runner is not None:
         kept = plan.runner.run(rows, positions, inputs.get_kept)
         output.index_copy_(0, plan.tail.index, kept)
 
 
-def write_keys_and_values(
+def write_donor_keys_and_values(
     state: ModelState, plan: Plan, rows: torch.Tensor, positions: torch.Tensor
 ) -> None:
     """Write K and V of layer S-1 for all rows, from its input [T, ...]."""
     layer, attention = state.tail_layers[0], plan.attention
-    k, v = state.kind.compute_keys_and_values(layer, rows, positions)
+    k, v = state.adapter.compute_keys_and_values(layer, rows, positions)
     compat.pools.write_keys_and_values(
         attention.main, attention.tail, layer.self_attn.attn, plan.batch, k, v
     )

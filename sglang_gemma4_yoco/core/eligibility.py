@@ -1,9 +1,9 @@
-"""May this batch be cut, and how? Decided once, right after SGLang has planned its attention.
+"""Eligibility of a batch, decided once, right after SGLang has planned its attention.
 
 A wrong yes corrupts answers silently, a wrong no costs time. So a batch is cut only if it
 is known that only its kept rows are read, and its lengths are plain lists on the host. The decision
 depends on host fields alone, which are the same on every rank. Reasons that hold for all batches of
-a server are in ``loading/limits.py``.
+a server are in ``loading/unsupported.py``.
 """
 
 from typing import Any, NamedTuple
@@ -71,7 +71,7 @@ class Eligible(NamedTuple):
 
 
 def find_ineligible_reason(state: ModelState, forward_batch: Any) -> Refusal | None:
-    """Why this batch must run as stock, or None if it may be cut."""
+    """Return why this batch must run as stock, or None if it may be cut."""
     found = check_eligibility(state, forward_batch)
     if isinstance(found, Refusal):
         return found
@@ -79,7 +79,7 @@ def find_ineligible_reason(state: ModelState, forward_batch: Any) -> Refusal | N
 
 
 def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refusal:
-    """May this batch be cut?
+    """Decide whether this batch may be cut.
 
     Args:
         forward_batch: SGLang's ``ForwardBatch``, which the model is about to run.
@@ -169,7 +169,7 @@ def find_kept_rows(forward_batch: Any) -> KeptRows:
 
 
 def is_intermediate_chunk(forward_batch: Any) -> bool:
-    """Whether no row of an eligible batch is read, because it only fills the KV cache.
+    """Return True if no row of an eligible batch is read, because it only fills the KV cache.
 
     SGLang discards the token that it samples from an unfinished chunk. It also counts the decoding
     requests of a mixed batch as unfinished, though their rows are read. These have one new token
@@ -206,7 +206,7 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> Re
         return TOO_LITTLE
     if not is_multimodal(forward_batch):
         return None
-    if not state.kind.CUTS_MEDIA:
+    if not state.adapter.CUTS_MEDIA:
         return MEDIA
     # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
     # row of a request that makes no difference: no row follows it.
@@ -231,7 +231,7 @@ def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
 
 
 def is_multimodal(forward_batch: Any) -> bool:
-    """Whether some request has images, video or audio.
+    """Return True if some request has images, video or audio.
 
     SGLang replaces the inputs by their embeddings after the batch has been planned.
     """

@@ -1,4 +1,4 @@
-"""What the core calls of the parts above it: forwards, captured tails; and the plan of a batch."""
+"""Interfaces that the packages above implement (forwards, captured tails), and a batch's plan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

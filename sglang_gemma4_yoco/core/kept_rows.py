@@ -1,4 +1,4 @@
-"""Which rows of a prefill are kept.
+"""The rows of a prefill that are kept.
 
 A batch holds requests i with n_i new tokens after p_i cached ones. Its hidden states have
 T = n_0 + n_1 + ... rows, request after request. Request i keeps its last m_i rows, 1 <= m_i <= n_i:

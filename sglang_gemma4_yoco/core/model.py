@@ -61,7 +61,7 @@ class NotCuttableError(Exception):
     """
 
 
-class TextModel(Protocol):
+class TextModelAdapter(Protocol):
     """One class of text models; a module of ``models/`` fulfils it.
 
     Attributes:
@@ -91,7 +91,7 @@ class TextModel(Protocol):
     def stop_before_cut(
         self, model: Any, cut: int, project: Callable[..., Any]
     ) -> AbstractContextManager[list[torch.Tensor]]:
-        """In the ``with`` block the model's forward runs layers 0 to ``cut`` - 1, and no norm.
+        """Stop the model's forward before layer ``cut``, without its norm, in the ``with`` block.
 
         It yields a list, to which each call of what follows the layers adds its rows [T, ...], the
         residual at the input of layer ``cut``. There must be one such call. Whatever is replaced is

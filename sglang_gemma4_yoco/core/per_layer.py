@@ -16,7 +16,7 @@ from sglang_gemma4_yoco import compat
 
 
 def can_be_split(model: Any) -> bool:
-    """Whether this model has per-layer inputs and projects them with plain weights, all of them."""
+    """Return True if this model projects per-layer inputs, all of them, with plain weights."""
     projection = getattr(model, "per_layer_model_projection", None)
     if projection is None or not compat.layers.is_plain_linear(projection):
         return False
@@ -120,7 +120,7 @@ class PerLayerInputs:
         return project_layers(self.model, embeds, before_cut, 0, cut)
 
     def are_complete(self) -> bool:
-        """Whether the model has requested them, and has given what a captured tail needs.
+        """Return True if the model has requested them, and has given what a captured tail needs.
 
         Always true of a model without any.
         """

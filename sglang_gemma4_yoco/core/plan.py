@@ -44,7 +44,7 @@ class EagerTail:
         fields = {**self.tail.fields, "positions": kept_positions}
         inputs = get_inputs()
         with self.attention.running(self.batch, fields, self.metadata):
-            return state.kind.run_tail(
+            return state.adapter.run_tail(
                 state.model, state.tail_layers, self.batch, kept, kept_positions, inputs
             )
 
@@ -100,7 +100,7 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
 
 
 def make_eager_tail(state: ModelState, forward_batch: Any, tail: TailBatch) -> EagerTail:
-    """What launches the tail of this batch layer by layer, its attention planned."""
+    """Return a runner that launches the tail layer by layer, its attention planned."""
     attention = state.attention
     assert attention is not None
     metadata = attention.plan(forward_batch, tail.fields)
@@ -108,7 +108,7 @@ def make_eager_tail(state: ModelState, forward_batch: Any, tail: TailBatch) -> E
 
 
 def take_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
-    """The decision that was stored on this batch, taken from it; or why there is none.
+    """Pop the decision stored on the batch, or return why there is none.
 
     Two things can have changed since: a graph is being captured (on AMD SGLang begins the capture
     after planning), or another attention backend is current. In the supported releases nothing else

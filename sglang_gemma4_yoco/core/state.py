@@ -1,4 +1,4 @@
-"""What is known of one served model. The start of SGLang's runner creates it."""
+"""The state of one served model. The start of SGLang's runner creates it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core.interfaces import AfterCut, CapturedTail
-from sglang_gemma4_yoco.core.model import TextModel
+from sglang_gemma4_yoco.core.model import TextModelAdapter
 from sglang_gemma4_yoco.core.per_layer import can_be_split
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.counters import Counters, served
+from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
-from sglang_gemma4_yoco.replaced import replaced
 
 #: Where a model has its ``ModelState``.
 STATE_ENTRY = "_yoco_state"
@@ -28,7 +28,7 @@ _attached: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
 @dataclass
 class Report:
-    """What /server_info says of one model, from the parts that use its state; None if unknown.
+    """Entries of one model in /server_info; None if unknown.
 
     Attributes:
         tail: how the tail runs.
@@ -45,14 +45,14 @@ class Report:
 
 @dataclass(eq=False)
 class ModelState:
-    """What is known of one model.
+    """The state of one model.
 
     With S the first KV-shared layer of L, layers 0 to S-2 run on all rows, and layers S-1 to L-1,
     except for K and V of layer S-1, on kept rows.
 
     Attributes:
         model: SGLang's text model.
-        kind: the file of ``models/`` that knows it.
+        adapter: the file of ``models/`` for it.
         unsupported: why none of its batches is cut, or None.
         attention: the tail's own backend; None if ``unsupported``.
         captured: the captured tail, if there is one.
@@ -67,7 +67,7 @@ class ModelState:
     """
 
     model: Any
-    kind: TextModel
+    adapter: TextModelAdapter
     unsupported: ServerRefusal | None
     attention: TailBackend | None = None
     captured: CapturedTail | None = None
@@ -84,7 +84,7 @@ class ModelState:
 
     @cached_property
     def splits_per_layer_inputs(self) -> bool:
-        """Whether those of the tail's layers are projected for kept rows alone."""
+        """True if per-layer inputs of the tail are projected for kept rows alone."""
         return can_be_split(self.model)
 
     @cached_property
@@ -101,7 +101,7 @@ class ModelState:
 
     @cached_property
     def on_gpu(self) -> bool:
-        """Whether it runs on a GPU of any kind, where launches take time."""
+        """True on a GPU of any kind, where launches take time."""
         device = getattr(getattr(self.attention, "tail", None), "device", "cpu")
         return torch.device(device).type != "cpu"
 
@@ -118,7 +118,7 @@ class ModelState:
         return described
 
     def attach(self, plan_batch: Callable[[Any, Any], None]) -> None:
-        """Become the state of the model.
+        """Attach this state to the model.
 
         Args:
             plan_batch: called with the model and each batch that SGLang has planned.
@@ -134,7 +134,7 @@ class ModelState:
 
         A check runs forwards by states of its own, made of the attached one with ``replace``.
         """
-        return replaced(self.model, **{STATE_ENTRY: self})
+        return patched(self.model, **{STATE_ENTRY: self})
 
     def close(self) -> None:
         """Leave the runner's backend and the model as they were."""
@@ -143,7 +143,7 @@ class ModelState:
         _attached.discard(self)
 
     def on_close(self, callback: Callable[[], object]) -> None:
-        """Have ``callback`` called when this closes."""
+        """Call ``callback`` when this closes."""
         self._patches.callback(callback)
 
     def turn_off(self, refusal: ServerRefusal) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.tail_batch import rewrite_batch
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 
 class TailBackend:
@@ -40,7 +40,7 @@ class TailBackend:
             if forward_batch.forward_mode is not compat.batch.ForwardMode.DECODE:
                 plan_batch(forward_batch)
 
-        return replaced(self.main, init_forward_metadata=init_forward_metadata)
+        return patched(self.main, init_forward_metadata=init_forward_metadata)
 
     def plan(self, forward_batch: Any, fields: Mapping[str, object]) -> Any:
         """The metadata of the tail's batch. The next plan may overwrite the buffers it is in."""
@@ -56,6 +56,6 @@ class TailBackend:
         self, forward_batch: Any, fields: Mapping[str, object], metadata: Any
     ) -> Iterator[None]:
         """Make ``tail`` the current backend with this metadata; the batch has the tail's fields."""
-        planned = replaced(self.tail, forward_metadata=metadata)
+        planned = patched(self.tail, forward_metadata=metadata)
         with planned, rewrite_batch(forward_batch, fields), compat.attention.use_backend(self.tail):
             yield

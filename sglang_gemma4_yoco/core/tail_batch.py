@@ -18,11 +18,11 @@ import torch
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import kept_rows
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 
 def pin_memory(device: str) -> None:
-    """Have PyTorch pin the blocks that ``TailBatch.of`` copies from, until the next capture.
+    """Pin the host memory that ``TailBatch.of`` copies from; it lasts until the next capture.
 
     Otherwise a request waits for the driver when its batch needs a larger block than any before, or
     another one of this size; PyTorch rounds up to powers of two. Of each size four are pinned: two
@@ -119,4 +119,4 @@ def rewrite_batch(forward_batch: Any, fields: Mapping[str, object]) -> AbstractC
     The residual stream, which belongs to the rows, is restored as well.
     """
     stream = forward_batch.residual_stream
-    return replaced(forward_batch, residual_stream=stream, **fields)
+    return patched(forward_batch, residual_stream=stream, **fields)

@@ -1,4 +1,4 @@
-"""Is a batch that may be cut worth cutting? Then its skipped rows save more than the cut costs.
+"""Thresholds: an eligible batch is cut if its skipped rows save more than the cut costs.
 
 The operator's own number of rows to skip, where one is set, replaces all of these.
 """

@@ -19,11 +19,11 @@ from typing import Any
 from sglang_gemma4_yoco import __version__, compat, counters
 from sglang_gemma4_yoco.core.state import ModelState, Report, get_attached_state
 from sglang_gemma4_yoco.counters import Outcome, served
-from sglang_gemma4_yoco.loading import limits
+from sglang_gemma4_yoco.loading import unsupported
 from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, ServerRefusal
 
 #: The key in the internal state of each scheduler in /server_info.
-ENTRY = "gemma4_yoco"
+SERVER_INFO_ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
 
 _PREFIX = "sglang:gemma4_yoco_"
@@ -43,12 +43,12 @@ _EXPECTED: set[Outcome] = {
     counters.FAILED,
     counters.UNSEEN,
     SERVER_UNSUPPORTED,
-    limits.UNTESTED_RELEASE,
+    unsupported.UNTESTED_RELEASE,
 }
 
 
 def describe_state() -> dict[str, Any]:
-    """This process's entry in /server_info.
+    """Return this process's entry in /server_info.
 
     ``reason``: why not active; ``fast_prefill``: whose serves, if any; ``cut``, ``tail``: where,
     and how the tail runs; ``exits``: whether prefills that SGLang has captured may be cut;
@@ -64,7 +64,7 @@ def describe_state() -> dict[str, Any]:
     if state is not None and reason is None:
         cut, tail, exits = state.describe(), report.tail, report.exits
         fast_prefill = "this package"
-    if state is not None and state.unsupported is limits.SGLANG_SERVES:
+    if state is not None and state.unsupported is unsupported.SGLANG_SERVES:
         fast_prefill = "SGLang"
     forwards = Counter[str]()
     for outcome, number in served.forwards.items():
@@ -100,7 +100,7 @@ def _find_inactive_reason(state: ModelState | None) -> str | None:
 
 
 def make_label(outcome: Outcome) -> str:
-    """An outcome in snake case, for a metric; reasons of a whole server have labels of their own.
+    """Return an outcome in snake case, for a metric; reasons of a whole server share labels.
 
     >>> make_label("forward mode IDLE"), make_label(ServerRefusal("LoRA"))
     ('forward_mode_idle', 'server_unsupported')
@@ -125,7 +125,7 @@ def replace_infinite(value: Any) -> Any:
 
 def add_to_server_info(output: Any) -> None:
     """Put this process's entry into a scheduler's answer to /server_info."""
-    output.internal_state[ENTRY] = describe_state()
+    output.internal_state[SERVER_INFO_ENTRY] = describe_state()
 
 
 def collect_metrics(labels: Mapping[str, Any]) -> None:

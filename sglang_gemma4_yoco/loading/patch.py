@@ -7,7 +7,7 @@ No class is replaced, so models that imported one by name are patched too. An SG
 prefill of its own keeps its helpers: they are what its flag calls.
 
 These methods run in every server, whatever it serves. So each calls this package inside of
-``start.guarded``, which lets no error out. A text model's forward has its guard in ``core``.
+``runner_setup.guarded``, which lets no error out. A text model's forward has its guard in ``core``.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing import Any
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.state import first_shared_layer
-from sglang_gemma4_yoco.loading import classes, metrics, published, start
+from sglang_gemma4_yoco.loading import metrics, published, runner_setup, third_party
 from sglang_gemma4_yoco.models import gemma4, registry
 
 _Runner = compat.names.ModelRunner
@@ -30,7 +30,7 @@ installed = False
 
 
 def _call_after(failed: str, call: Callable[[Any, Any], object]) -> _Wrap:
-    """What wraps a method so that ``call(self, result)`` is called after it.
+    """Return a wrapper of a method that calls ``call(self, result)`` after it.
 
     Args:
         failed: the line that is logged where that fails.
@@ -40,7 +40,7 @@ def _call_after(failed: str, call: Callable[[Any, Any], object]) -> _Wrap:
         @functools.wraps(stock)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = stock(self, *args, **kwargs)
-            with start.guarded(failed):
+            with runner_setup.guarded(failed):
                 call(self, result)
             return result
 
@@ -50,19 +50,19 @@ def _call_after(failed: str, call: Callable[[Any, Any], object]) -> _Wrap:
 
 
 def _enclose(part: Callable[[Any, Any], AbstractContextManager[None]]) -> _Wrap:
-    """What wraps a runner's method: it runs in ``part(runner, model)`` of each text model."""
+    """Return a wrapper that runs a runner's method in ``part(runner, model)`` of each model."""
 
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             models: list[Any] = []
             with ExitStack() as parts:
-                with start.guarded("Gemma 4 fast prefill: its setup failed", models):
+                with runner_setup.guarded("Gemma 4 fast prefill: its setup failed", models):
                     models += _find_text_models(self)
                     for model in models:
                         parts.enter_context(part(self, model))
                 result = stock(self, *args, **kwargs)
-                with start.guarded("Gemma 4 fast prefill: its setup failed", models):
+                with runner_setup.guarded("Gemma 4 fast prefill: its setup failed", models):
                     parts.close()
             return result
 
@@ -84,13 +84,13 @@ def _find_text_models(runner: Any) -> list[Any]:
     return models
 
 
-_SET_UP = _enclose(start.set_up_after_capture)
+_SET_UP = _enclose(runner_setup.set_up_after_capture)
 #: (class, attribute) -> what wraps it. Beside each: why, and what of SGLang's would replace it. The
 #: forwards of text models are wrapped too.
 WRAPPED: dict[tuple[type, str], _Wrap] = {
     # To build the tail's backend after the runner's, and to see each batch that is planned.
     # Needless when one backend can hold two plans.
-    (_Runner, "init_attention_backends"): _enclose(start.start_model),
+    (_Runner, "init_attention_backends"): _enclose(runner_setup.start_model),
     # To capture the tail after SGLang's own graphs, at start and again for new weights, and to
     # check it before it serves; the other two are called by themselves for new weights. Needless
     # when SGLang's runner captures any function of few rows, and calls plugins when it is ready to
@@ -141,7 +141,7 @@ def patch_sglang() -> None:
 def _find_cuttable_models() -> list[Any]:
     """Return the text models of which SGLang lacks nothing; a line says what it lacks of others."""
     models = registry.list_cuttable_models()
-    names = [kind.SGLANG for kind in registry.MODELS]
+    names = [adapter.SGLANG for adapter in registry.MODELS]
     reasons = list(filter(None, map(compat.names.find_missing, names)))
     if not models:
         raise compat.release.IncompatibleError(" ".join(map(str, reasons)))
@@ -158,7 +158,7 @@ def wrap_forward(model: Any) -> Callable[..., Any]:
     Raises:
         compat.release.IncompatibleError: it is wrapped already.
     """
-    if classes.is_ours(model.forward):
+    if third_party.is_ours(model.forward):
         raise compat.release.IncompatibleError(f"{model.__name__}.forward is patched already")
     return forward.wrap_model_forward(model.forward)
 

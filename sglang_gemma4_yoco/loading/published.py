@@ -15,22 +15,22 @@ from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.core.tail_batch import TailBatch, rewrite_batch
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.models import gemma4
 
 
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
-    """Whether this forward may skip unused rows in the KV-shared layers.
+    """Return True if this forward may skip unused rows in the KV-shared layers.
 
     As published, it reads the switch whenever it is called.
     """
     if os.environ.get(settings.SWITCH, "1") != "1":
         return False
-    state = find_state(self) or ModelState(self, gemma4, start.find_model_reason(self))
+    state = find_state(self) or ModelState(self, gemma4, runner_setup.find_model_reason(self))
     current = compat.attention.get_current_backend()
     if eligibility.find_ineligible_reason(state, forward_batch) is not None:
         return False
-    return current is None or compat.backends.may_run_tail(state.kind.ATTENTION, current)
+    return current is None or compat.backends.may_run_tail(state.adapter.ATTENTION, current)
 
 
 def _yoco_truncate_to_last_tokens(

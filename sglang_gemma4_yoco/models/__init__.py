@@ -1,1 +1,1 @@
-"""What the core must know of a text model: one file for each."""
+"""The text models that can be cut: one file for each."""

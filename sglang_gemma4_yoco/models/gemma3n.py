@@ -16,8 +16,8 @@ from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.compat.names import TextModelNames
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
-from sglang_gemma4_yoco.replaced import replaced
 
 #: The weight of the keys' norm, as in Gemma 4.
 get_key_scale = gemma4.get_key_scale
@@ -85,8 +85,8 @@ def stop_before_cut(
         return residuals[0][0]
 
     with (
-        replaced(model, layers=[*layers, run_last], project_per_layer_inputs=project),
-        replaced(model.norm, forward=leave_out_norm),
+        patched(model, layers=[*layers, run_last], project_per_layer_inputs=project),
+        patched(model.norm, forward=leave_out_norm),
     ):
         yield at_cut
 
@@ -125,7 +125,7 @@ def run_tail(
         for layer in layers:
             stack.enter_context(_flatten_heads(layer.self_attn.attn))
         own_layers = [run_first, *layers[1:]]
-        own = replaced(model, layers=own_layers, project_per_layer_inputs=lambda *_: inputs)
+        own = patched(model, layers=own_layers, project_per_layer_inputs=lambda *_: inputs)
         stack.enter_context(own)
         merged: torch.Tensor = stock(model, None, positions, batch, embeds)
     return merged
@@ -138,4 +138,4 @@ def _flatten_heads(attention: Any) -> AbstractContextManager[None]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return attend(*args, **kwargs).flatten(1)
 
-    return replaced(attention, forward=forward)
+    return patched(attention, forward=forward)

@@ -16,8 +16,8 @@ from torch.nn import functional
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.compat.names import TextModelNames
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
+from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
-from sglang_gemma4_yoco.replaced import replaced
 
 _MODULE = "sglang.srt.models.gemma4_causal"
 _causal: Any = compat.names.find_object(_MODULE)
@@ -69,12 +69,12 @@ def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> S
 
 
 def share_own_keys_and_values(attention: Any) -> AbstractContextManager[None]:
-    """In the ``with`` block the donor's attention runs by SGLang's code for KV-shared layers.
+    """Run the donor's attention by SGLang's code for KV-shared layers in the ``with`` block.
 
     It shares its own K and V, which are in the pool already.
     """
     own = attention.attn.layer_id
-    return replaced(attention, is_kv_shared_layer=True, kv_shared_layer_index=own)
+    return patched(attention, is_kv_shared_layer=True, kv_shared_layer_index=own)
 
 
 def get_row_shape(model: Any) -> tuple[int, ...]:
@@ -102,8 +102,8 @@ def stop_before_cut(
 
     at_cut = list[torch.Tensor]()
     with (
-        replaced(model, end_layer=cut, project_per_layer_inputs=project),
-        replaced(model.norm, forward=leave_out_norm),
+        patched(model, end_layer=cut, project_per_layer_inputs=project),
+        patched(model.norm, forward=leave_out_norm),
     ):
         yield at_cut
 

@@ -31,7 +31,7 @@ def is_repaired() -> bool:
 
 @contextmanager
 def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
-    """Have SGLang capture prefills of this model in the ``with`` block, with exits that are closed.
+    """Repair SGLang's capture of this model's prefills in the block; their exits begin closed.
 
     Nothing is repaired on a server of which no batch may be cut: its setup was never tried so.
     """

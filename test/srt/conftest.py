@@ -43,7 +43,7 @@ from harness.server import (
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import reset_log, settings_changed
-from sglang_gemma4_yoco import log, replaced, settings
+from sglang_gemma4_yoco import log, patched, settings
 
 if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
@@ -134,20 +134,20 @@ def _is_own(owner: Any) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_object_of_its_own_is_patched() -> Iterator[None]:
-    """The package replaces attributes of SGLang's objects alone.
+    """The package patches SGLang's objects alone.
 
     On an object of its own that would hide who decides: it is made with another argument instead.
     """
-    stock = replaced.replaced
+    stock = patched.patched
 
     def checked(owner: Any, **attributes: Any) -> AbstractContextManager[None]:
-        assert not _is_own(owner), f"{', '.join(attributes)} of {type(owner).__name__} replaced"
+        assert not _is_own(owner), f"{', '.join(attributes)} of {type(owner).__name__} patched"
         return stock(owner, **attributes)
 
-    with pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as changed:
         for name, module in list(sys.modules.items()):  # those that come later import this one
-            if name.split(".")[0] == PACKAGE and vars(module).get("replaced") is stock:
-                patched.setattr(module, "replaced", checked)
+            if name.split(".")[0] == PACKAGE and vars(module).get("patched") is stock:
+                changed.setattr(module, "patched", checked)
         yield
 
 
@@ -262,8 +262,8 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "installed", False)
     named = [(pkgutil.resolve_name(path), name) for path, name in patch.OPTIONAL]
-    for patched, name in [*patch.WRAPPED, *named]:
-        monkeypatch.setattr(patched, name, getattr(patched, name))
+    for owner, name in [*patch.WRAPPED, *named]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     models: list[Any] = list(registry.list_text_models())
     for text_model in models:
         monkeypatch.setattr(text_model, "forward", inspect.unwrap(text_model.forward))

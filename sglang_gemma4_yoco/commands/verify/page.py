@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_gemma4_yoco.commands.verify.compare import Times
+from sglang_gemma4_yoco.commands.verify.comparison import Times
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 #: Of servers, by their key in ``times``.

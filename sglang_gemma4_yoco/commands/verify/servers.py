@@ -100,7 +100,7 @@ class Server:
             self.log_file.write_text(redact(self.log()), "utf-8")
 
     def is_healthy(self) -> bool:
-        """Whether it answers; it does not while it loads."""
+        """Return True if it answers; it does not while it loads."""
         try:
             return self._http.get(f"{self.url}/health", timeout=30).ok
         except OSError:  # requests' own errors are OSErrors

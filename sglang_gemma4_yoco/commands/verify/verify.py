@@ -40,7 +40,7 @@ from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, say
 from sglang_gemma4_yoco.commands.redact import redact, show_flags
 from sglang_gemma4_yoco.commands.verify import page, servers
 from sglang_gemma4_yoco.commands.verify import prompts as kinds
-from sglang_gemma4_yoco.commands.verify.compare import (
+from sglang_gemma4_yoco.commands.verify.comparison import (
     Answer,
     Comparison,
     Times,
@@ -142,8 +142,8 @@ def fit_prompts(
 
 
 @dataclass
-class Found:
-    """What the servers answered, in the order of prompts; prefills of the fast one, by round."""
+class VerifyResult:
+    """Answers of the servers, in the order of prompts; prefills of the fast one, by round."""
 
     answers: Answers = field(default_factory=lambda: defaultdict(list))
     rounds: dict[str, Counter[str]] = field(default_factory=dict)
@@ -156,7 +156,7 @@ def send_prompt(server: Server, prompt: Prompt) -> Answer:
     return Answer.of(reply, time.perf_counter() - began)
 
 
-def end_round(server: Server, found: Found, name: str) -> None:
+def end_round(server: Server, found: VerifyResult, name: str) -> None:
     """Check the prefills of a round of requests; the next one begins with an empty prefix cache.
 
     Raises as ``check_switch``: where no prefill of this round was cut, equal answers show nothing.
@@ -169,7 +169,7 @@ def end_round(server: Server, found: Found, name: str) -> None:
 
 
 def send_in_turns(
-    both: Sequence[Server], prompts: Sequence[Prompt], found: Found, name: str
+    both: Sequence[Server], prompts: Sequence[Prompt], found: VerifyResult, name: str
 ) -> None:
     """Send prompts one at a time to each running server in turn, and then to stock once more."""
     turns = list(both)
@@ -190,7 +190,7 @@ def send_in_turns(
             end_round(server, found, f"{name}, again")
 
 
-def send_at_once(server: Server, prompts: Sequence[Prompt], found: Found) -> None:
+def send_at_once(server: Server, prompts: Sequence[Prompt], found: VerifyResult) -> None:
     """Send all prompts to a running server, several at a time."""
     pool = ThreadPoolExecutor(8)
     try:
@@ -201,7 +201,7 @@ def send_at_once(server: Server, prompts: Sequence[Prompt], found: Found) -> Non
     end_round(server, found, AT_ONCE)
 
 
-def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt], found: Found) -> None:
+def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt], found: VerifyResult) -> None:
     """Send all prompts to each running server, one at a time and several at once; then time some.
 
     ``found`` has also what those answered that ran before.
@@ -258,7 +258,7 @@ def note_missing_hit(
     left_out[kinds.PREFIX] = "no hit of the prefix cache"
 
 
-def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: Found) -> None:
+def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: VerifyResult) -> None:
     """Compare, judge, and put all figures into the document."""
     compare = partial(compare_by_kind, prompts, found.answers)
     compared = {
@@ -297,7 +297,9 @@ def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: Found) 
     }
 
 
-def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[list[Prompt], Found]:
+def serve_both(
+    args: argparse.Namespace, document: dict[str, Any]
+) -> tuple[list[Prompt], VerifyResult]:
     """Start, examine and stop both servers; return what was sent, and what was found."""
     tokenizer = kinds.load_tokenizer(args.model_path)
     for flag in args.flags:
@@ -313,7 +315,7 @@ def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[list
     if args.in_turn or args.device != "cpu":
         # The fast one goes first: if it is not active there is nothing to measure.
         groups = [[fast], [stock]]
-    prompts, found = list[Prompt](), Found()
+    prompts, found = list[Prompt](), VerifyResult()
     for group in groups:
         with servers.run_servers(group, 1800):
             prompts = prompts or fit_prompts(document, args, tokenizer, group[0])

@@ -127,7 +127,7 @@ def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def refusing_waits(owner: Any, method: str) -> Iterator[None]:
     """CUDA refuses every wait of the host for the device inside this method, for the span."""
     # Whichever copy of the package is under test.
-    from sglang_gemma4_yoco.replaced import replaced
+    from sglang_gemma4_yoco.patched import patched
 
     stock = getattr(owner, method)
 
@@ -138,5 +138,5 @@ def refusing_waits(owner: Any, method: str) -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    with replaced(owner, **{method: refusing}):
+    with patched(owner, **{method: refusing}):
         yield

@@ -29,8 +29,8 @@ import requests
 from PIL import Image
 
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco.commands.verify import compare as comparing
-from sglang_gemma4_yoco.commands.verify.compare import Position
+from sglang_gemma4_yoco.commands.verify import comparison as comparing
+from sglang_gemma4_yoco.commands.verify.comparison import Position
 
 LOGPROB_TOLERANCE = 1e-4
 CLOSE_CALL = 2 * LOGPROB_TOLERANCE

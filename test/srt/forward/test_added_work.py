@@ -23,7 +23,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters, log, settings
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -104,7 +104,7 @@ def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
         gemma4, "compute_keys_and_values", wraps=gemma4.compute_keys_and_values
     ) as projected:
         engine.runner.init_attention_backends()
-    few, many = start._FEW, start._MANY
+    few, many = runner_setup._FEW, runner_setup._MANY
     assert 1 < few <= 256 < many
     assert [len(call.args[1]) for call in projected.call_args_list] == [few, many]
     assert_fast(engine)

@@ -26,7 +26,7 @@ from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeB
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.compat import backends
-from sglang_gemma4_yoco.loading import limits
+from sglang_gemma4_yoco.loading import unsupported
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -108,11 +108,11 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
             broken.setitem(ATTENTION_BACKENDS, "triton", WindowedTorchNativeBackend)
         engine.runner.init_attention_backends()
         assert state_of(engine).attention is None
-        assert state_of(engine).unsupported == limits.NO_TAIL
+        assert state_of(engine).unsupported == unsupported.NO_TAIL
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert times(limits.NO_TAIL) == 1
+        assert times(unsupported.NO_TAIL) == 1
 
 
 def named(path: str) -> type:

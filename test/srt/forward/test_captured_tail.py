@@ -51,8 +51,8 @@ from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.core import cut, ranks
 from sglang_gemma4_yoco.core.state import ModelState, get_state
-from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.loading import runner_setup
+from sglang_gemma4_yoco.patched import patched
 
 pytest.importorskip(
     "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend",
@@ -113,7 +113,7 @@ def rows_swapped_in_graphs(static_input: str) -> Iterator[None]:
             return run_layers(state, inputs, batch)
         swapped = getattr(inputs, static_input).flip(0)
         if field is not None:
-            with replaced(batch, **{field: swapped}):
+            with patched(batch, **{field: swapped}):
                 return run_layers(state, inputs, batch)
         return run_layers(state, dataclasses.replace(inputs, **{static_input: swapped}), batch)
 
@@ -180,7 +180,7 @@ def watched_replays(tail: TailGraphs) -> Iterator[list[dict[str, torch.Tensor]]]
         seen.append({name: t[:size].clone() for name, t in vars(tail._inputs).items()})
         return replay(size, batch)
 
-    with replaced(tail.captured, replay=noting):
+    with patched(tail.captured, replay=noting):
         yield seen
 
 
@@ -265,7 +265,7 @@ def buffers(engine: Engine, known: ModelState) -> Iterator[Callable[[], list[str
                 names.append(name)
         return names + ["a plan"] * (planner.forward_metadata is not None)
 
-    with replaced(
+    with patched(
         planner, init_cuda_graph_state=allocating, init_forward_metadata_out_graph=planning
     ):
         yield left
@@ -484,7 +484,7 @@ def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
 def reason(engine: Engine) -> str:
     """Why the tail is eager after SGLang has captured its graphs."""
     state = get_state(engine.text_model)
-    start.set_up(engine.runner, state)
+    runner_setup.set_up(engine.runner, state)
     assert state.captured is None
     return why_eager(engine)
 
@@ -534,7 +534,7 @@ def arguments_are(**given: Any) -> Iterator[None]:
 class TestReasons:
     def test_switched_off(self, engine: Engine, setting: Callable[..., None]) -> None:
         setting(graph_rows=0)
-        assert reason(engine) == lifecycle.OFF
+        assert reason(engine) == lifecycle.GRAPHS_OFF
         assert_fast(engine, TWO_PROMPTS)
 
     @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
@@ -551,13 +551,13 @@ class TestReasons:
         """A capture that fails ends a server of several ranks, which wait for each other."""
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900 << 20, 80 << 30))
-        why = lifecycle.find_reason(SimpleNamespace(device="cuda"), known)
+        why = lifecycle.find_eager_reason(SimpleNamespace(device="cuda"), known)
         assert why == "less than 1024 MiB of the GPU are free"
 
     def test_what_is_known_of_the_server(self, engine: Engine, known: ModelState) -> None:
-        with replaced(known.attention, decodes=False):
+        with patched(known.attention, decodes=False):
             assert reason(engine) == lifecycle.NOT_DECODING
-        with replaced(known, splits_per_layer_inputs=False):
+        with patched(known, splits_per_layer_inputs=False):
             assert reason(engine) == lifecycle.QUANTISED
 
     @pytest.mark.usefixtures("known")
@@ -565,7 +565,7 @@ class TestReasons:
     def test_prefixes_that_are_loaded_while_layers_run(self, engine: Engine, part: str) -> None:
         """By whom ever: no argument says so."""
         pool = operator.attrgetter(f"token_to_kv_pool{part}")(engine.runner)
-        with replaced(pool, layer_transfer_counter=object()):
+        with patched(pool, layer_transfer_counter=object()):
             assert reason(engine) == lifecycle.LOADED_MEANWHILE
 
 

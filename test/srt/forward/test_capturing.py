@@ -23,7 +23,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.core.forward import wrap_model_forward
 from sglang_gemma4_yoco.core.state import STATE_ENTRY
-from sglang_gemma4_yoco.loading import limits
+from sglang_gemma4_yoco.loading import unsupported
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -66,10 +66,10 @@ def test_copied_positions_beside_prefill_graphs(
     with caplog.at_level("INFO", log.logger.name):
         prefills = PhaseConfig(backend=Backend.BREAKABLE, bs=[4, 8])
         restarted(cuda_graph_config=CudaGraphConfig(prefill=prefills))
-    (record,) = [r for r in caplog.records if limits.WRONG_REPLAYS.text in r.getMessage()]
+    (record,) = [r for r in caplog.records if unsupported.WRONG_REPLAYS.text in r.getMessage()]
     assert record.levelname == "WARNING"
     assert "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION" in record.getMessage()
     assert "unset it" in record.getMessage()
-    assert_stock(engine, limits.WRONG_REPLAYS)
+    assert_stock(engine, unsupported.WRONG_REPLAYS)
     restarted()
     assert_fast(engine)

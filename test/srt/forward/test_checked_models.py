@@ -33,8 +33,8 @@ from sglang_gemma4_reference.engine import Engine, reset_log, switched
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
-from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.checking import self_check as check
+from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.compat.layers import get_rows
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.plan import EagerTail, make_eager_tail
@@ -124,7 +124,7 @@ def test_a_captured_tail_that_is_not_replayed(
         return make_eager_tail(bucket.state, batch, stand_ins.tail_of(batch))
 
     monkeypatch.setattr(Bucket, "plan", plan_eagerly)
-    assert checked(captured) == Checked(unchecked=check.NOT_REPLAYED)
+    assert checked(captured) == CheckResult(unchecked=check.NOT_REPLAYED)
 
 
 def test_a_right_graph_is_not_dropped(captured: Engine) -> None:

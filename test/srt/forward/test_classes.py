@@ -28,8 +28,8 @@ from harness.forwards import assert_fast, state_of
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
-from sglang_gemma4_yoco.loading import classes
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.loading import third_party
+from sglang_gemma4_yoco.patched import patched
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -224,17 +224,17 @@ CASES: dict[str, tuple[Foreign, str]] = {
         "all modules._global_forward_hooks runs test_classes.seen",
     ),
     "an instance's method": (
-        lambda engine: replaced(layer(engine), forward=wrapped(layer(engine).forward)),
+        lambda engine: patched(layer(engine), forward=wrapped(layer(engine).forward)),
         "language_model.layers.7.forward runs test_classes.theirs",
     ),
     "what a norm's forward calls": (
-        lambda engine: replaced(
+        lambda engine: patched(
             layer(engine).self_attn.q_norm, _forward_method=functools.partial(passed_on, torch.abs)
         ),
         "language_model.layers.7.self_attn.q_norm._forward_method runs test_classes.passed_on",
     ),
     "a method of a linear layer's method": (
-        lambda engine: replaced(
+        lambda engine: patched(
             layer(engine).mlp.down_proj.quant_method,
             apply=wrapped(layer(engine).mlp.down_proj.quant_method.apply),
         ),
@@ -335,7 +335,7 @@ def test_a_forward_that_is_not_ours_any_more(
     """Somebody has put back what they found: no prefill would be cut."""
     stock = inspect.unwrap(MODEL.forward)
     with mock.patch.object(MODEL, "forward", stock):
-        assert judged() == classes.REPLACED.text
+        assert judged() == third_party.REPLACED.text
     with mock.patch.object(MODEL, "forward", torch.no_grad()(MODEL.forward)):
         assert judged() is None
 
@@ -351,8 +351,8 @@ def test_what_cannot_be_judged(
     class Odd(logits_processor.LogitsMetadata):
         __dict__ = property(refuse)
 
-    with replaced(layer(engine), router=Odd.__new__(Odd)):
-        assert [judged(), judged()] == [classes.NOT_JUDGED.text] * 2
+    with patched(layer(engine), router=Odd.__new__(Odd)):
+        assert [judged(), judged()] == [third_party.NOT_JUDGED.text] * 2
     failed = (
         "Gemma 4 fast prefill: looking for other people's code failed: RuntimeError('not here')"
     )
@@ -370,7 +370,7 @@ def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> 
         stack.enter_context(tower.register_forward_hook(seen))
         stack.enter_context(assigned(type(engine.runner), "forward", wrapped))
         norm = engine.text_model.norm  # and what is no hook, but has a name like theirs
-        stack.enter_context(replaced(norm, add_forward_hooks=norm.register_forward_hook))
+        stack.enter_context(patched(norm, add_forward_hooks=norm.register_forward_hook))
         assert judged() is None
         assert_fast(engine)
 

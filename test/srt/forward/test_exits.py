@@ -42,15 +42,15 @@ from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_c
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.checking import audit, exit_check, rounding
-from sglang_gemma4_yoco.checking import start as check_at_start
-from sglang_gemma4_yoco.checking.requests import SyntheticRequests
+from sglang_gemma4_yoco.checking import self_check as check_at_start
+from sglang_gemma4_yoco.checking.synthetic_requests import SyntheticRequests
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core import eligibility, plan, ranks
 from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.counters import Outcome
+from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward
-from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = [
     pytest.mark.skipif(
@@ -151,7 +151,7 @@ def test_memory_is_not_lent_while_segments_run(
         users.append(pool._get_graph_pool_borrow_state().active_user)
         return attend(*args, **kwargs)
 
-    with envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.override(True), replaced(attention, forward=forward):
+    with envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.override(True), patched(attention, forward=forward):
         seen = run(engine, engine.schedule(FULL), fast=True)
     assert seen.outcomes == {counters.EXIT_CAPTURED: 1}
     assert users == ["CUDA graph"] * FIRST_CUT
@@ -336,7 +336,7 @@ def test_a_tail_that_is_not_captured(engine: Engine) -> None:
     with found_by_exits() as compared:
         assert reopened(engine) == ""
     assert [call.args[1].runner for call in compared.call_args_list] == [None]
-    with replaced(compat.batch, MARKS_CHUNKS=False):
+    with patched(compat.batch, MARKS_CHUNKS=False):
         assert exit_check.NOT_TAKEN in reopened(engine)
 
 
@@ -364,7 +364,7 @@ def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Differen
         found.extend(exit_check.compare_exit(forward, plan, output))
         return output
 
-    with replaced(state_of(engine), after_cut=compare):
+    with patched(state_of(engine), after_cut=compare):
         seen = run(engine, batch, fast=True, **kind)
     return rounding.find_worst(found), seen
 
@@ -435,18 +435,18 @@ def test_the_repair_lasts_while_sglang_captures(
     layer = model.layers[FIRST_CUT]
     index, forward = cuda_graph_setup.index_attention_layers_by_global_id, model.forward
 
-    def patched() -> list[bool]:
+    def what_is_repaired() -> list[bool]:
         other_index = cuda_graph_setup.index_attention_layers_by_global_id is not index
         return [model.forward != forward, "forward" in vars(layer.self_attn.attn), other_index]
 
     capturing = partial(exit_setup.repair_capture, engine.runner, state)
     with caplog.at_level(logging.INFO), settings_changed(prefill_graphs=setting), capturing():
-        assert patched() == [setting] * 3
+        assert what_is_repaired() == [setting] * 3
     assert ("SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 leaves it" in caplog.text) is setting
     assert (compat.captured_prefills.SHARED_LAYER_IDS in caplog.text) is setting
-    with replaced(state, unsupported="data-parallel attention"), capturing():
-        assert not any(patched())
-    assert not any(patched())
+    with patched(state, unsupported="data-parallel attention"), capturing():
+        assert not any(what_is_repaired())
+    assert not any(what_is_repaired())
 
 
 def test_graphs_that_get_no_exits_are_not_used(engine: Engine) -> None:

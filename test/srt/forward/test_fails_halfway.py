@@ -48,7 +48,7 @@ from sglang_gemma4_reference.engine import (
 )
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 
 pytestmark = [
@@ -180,11 +180,13 @@ def set_up(engine: Engine, part: str) -> None:
         if part == "check":
             state.report.check = None
         else:
-            without.enter_context(mock.patch.object(start, "_check_start", return_value=None))
+            without.enter_context(
+                mock.patch.object(runner_setup, "_check_start", return_value=None)
+            )
         if part != "exits":
             without.enter_context(mock.patch.object(exit_setup, "open_exits"))
-        without.enter_context(start.guarded("its setup failed", [engine.text_model]))
-        start.set_up(engine.runner, state)
+        without.enter_context(runner_setup.guarded("its setup failed", [engine.text_model]))
+        runner_setup.set_up(engine.runner, state)
 
 
 def turn_on(engine: Engine) -> None:

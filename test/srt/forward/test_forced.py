@@ -15,11 +15,11 @@ from harness.forwards import ENGINE, state_of
 from harness.layer_rows import FIRST_SHARED
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.models import gemma4
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -48,7 +48,7 @@ def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
             is_stock = state_of(engine).unsupported  # it runs as if it were refused
             return right if is_stock else wrong(right)
 
-        return replaced(owner, forward=forward)
+        return patched(owner, forward=forward)
 
     return broken
 

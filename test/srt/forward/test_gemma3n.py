@@ -35,7 +35,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco.compat import backends
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
-from sglang_gemma4_yoco.loading import limits, start
+from sglang_gemma4_yoco.loading import runner_setup, unsupported
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -166,19 +166,19 @@ def test_flashinfer(engine: Engine) -> None:
     """It cannot run here; for other models it is not known to be right either."""
     module, _, name = backends.FLASHINFER.rpartition(".")
     kind = type(name, (), {"__module__": module})
-    assert limits.find_backend_reason(kind(), gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
+    assert unsupported.find_backend_reason(kind(), gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
     both = object.__new__(HybridAttnBackend)
     both.prefill_backend, both.decode_backend = engine.runner.attn_backend, kind()
-    assert limits.find_backend_reason(both, gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
+    assert unsupported.find_backend_reason(both, gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
     unproven = "the attention backend FlashInferAttnBackend is not known to be right"
-    assert str(limits.find_backend_reason(kind(), gemma4.ATTENTION)) == unproven
+    assert str(unsupported.find_backend_reason(kind(), gemma4.ATTENTION)) == unproven
 
 
 def test_no_exit_is_noted_in_captured_prefills(engine: Engine) -> None:
     """Nobody has tried exits of these models: their captured prefills run to their end."""
     with (
         prefill_graphs(Backend.BREAKABLE, "breakable"),
-        start.set_up_after_capture(engine.runner, engine.text_model),
+        runner_setup.set_up_after_capture(engine.runner, engine.text_model),
     ):
         assert "forward" not in vars(engine.text_model.layers[CUT])
     assert_fast(engine)

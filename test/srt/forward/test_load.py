@@ -18,8 +18,8 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_gemma4_yoco import compat, log, plugin, settings
-from sglang_gemma4_yoco.core.model import TextModel
-from sglang_gemma4_yoco.loading import classes, patch
+from sglang_gemma4_yoco.core.model import TextModelAdapter
+from sglang_gemma4_yoco.loading import patch, third_party
 from sglang_gemma4_yoco.models import registry
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server", "forgotten_reports")
@@ -33,7 +33,7 @@ def list_cut() -> list[str]:
     """The text models whose forward is this package's."""
     found = []
     for text_model, name in FORWARDS:
-        if classes.is_ours(vars(text_model).get(name)):
+        if third_party.is_ours(vars(text_model).get(name)):
             found.append(text_model.__name__)
     return found
 
@@ -204,7 +204,7 @@ for _kind in registry.MODELS:
 def test_a_name_that_one_model_needs(
     monkeypatch: pytest.MonkeyPatch,
     said: Callable[..., list[str]],
-    kind: TextModel,
+    kind: TextModelAdapter,
     name: str,
     instead: Any,
 ) -> None:

@@ -24,7 +24,7 @@ from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.core import state
 from sglang_gemma4_yoco.core.state import get_state
-from sglang_gemma4_yoco.loading import limits, metrics, start
+from sglang_gemma4_yoco.loading import metrics, runner_setup, unsupported
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -47,7 +47,7 @@ def assert_never_touched(engine: Engine) -> None:
 
 def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, replace(E2B_TINY, kv_shared_layers=0, layers=5))
-    assert start.find_model_reason(engine.text_model) == start.NO_SHARED_LAYERS
+    assert runner_setup.find_model_reason(engine.text_model) == runner_setup.NO_SHARED_LAYERS
     assert_never_touched(engine)
 
 
@@ -175,4 +175,4 @@ def test_an_embedding_server_is_refused(
             said.append(m)
     assert said == []
     assert get_state(engine.text_model).attention is None
-    assert_stock(engine, limits.EMBEDDINGS)
+    assert_stock(engine, unsupported.EMBEDDINGS)

@@ -27,9 +27,9 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, plugin
 from sglang_gemma4_yoco.commands import preflight, status
 from sglang_gemma4_yoco.commands.console import Report
-from sglang_gemma4_yoco.loading import limits, metrics, patch
+from sglang_gemma4_yoco.loading import metrics, patch, unsupported
 from sglang_gemma4_yoco.models import gemma4
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 pytestmark = [
     pytest.mark.usefixtures("forgotten_reports"),
@@ -65,7 +65,7 @@ def test_on_sglang_serves(tiny_checkpoint: Path, said: Callable[..., list[str]])
     """This package plans nothing, and one line says what to leave out."""
     with started(tiny_checkpoint, flag=True) as engine:
         scheduled = engine.schedule(TWO_PROMPTS)
-        with replaced(engine.text_model, _enable_fast_prefill=lambda _: False):
+        with patched(engine.text_model, _enable_fast_prefill=lambda _: False):
             stock = run(engine, scheduled, "1")
         fast = run(engine, scheduled, "1")
         state = metrics.describe_state()
@@ -73,27 +73,27 @@ def test_on_sglang_serves(tiny_checkpoint: Path, said: Callable[..., list[str]])
     assert stock.rows == whole(ROWS)
     assert fast.rows == [ROWS] * FIRST_SHARED + [len(TWO_PROMPTS)] * (LAYERS - FIRST_SHARED)
     assert_same_answers(stock, fast, TOLERANCE)
-    assert outcomes() == {limits.SGLANG_SERVES: 2}
+    assert outcomes() == {unsupported.SGLANG_SERVES: 2}
     [line] = [line for line in said() if " is installed" not in line]
-    assert line.endswith(f"for this server: {limits.SGLANG_SERVES}")
+    assert line.endswith(f"for this server: {unsupported.SGLANG_SERVES}")
     assert "--kv-sharing-fast-prefill" in line
     assert (state["active"], state["fast_prefill"]) == (False, "SGLang")
-    assert status.verdict([state]) == (False, limits.SGLANG_SERVES.text)
+    assert status.verdict([state]) == (False, unsupported.SGLANG_SERVES.text)
 
 
 def test_on_sglang_serves_in_any_release(tiny_checkpoint: Path) -> None:
     """Also in one after the last tested: it is likely to be a release that has the flag."""
     newer = mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0"))
     with newer, started(tiny_checkpoint, flag=True) as engine:
-        assert state_of(engine).unsupported == limits.SGLANG_SERVES
+        assert state_of(engine).unsupported == unsupported.SGLANG_SERVES
         assert metrics.describe_state()["fast_prefill"] == "SGLang"
     with newer, started(tiny_checkpoint, flag=False) as engine:
-        assert state_of(engine).unsupported == limits.find_release_reason()
+        assert state_of(engine).unsupported == unsupported.find_release_reason()
 
 
 @pytest.mark.parametrize(
     ("flag", "refusals"),
-    [(False, []), (True, [limits.SGLANG_SERVES.text])],
+    [(False, []), (True, [unsupported.SGLANG_SERVES.text])],
 )
 def test_doctor_says_whose_serves(tiny_checkpoint: Path, flag: bool, refusals: list[str]) -> None:
     report, arguments = Report(), ENGINE | {compat.server.FAST_PREFILL: flag}

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from harness.batches import batch_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco.checking.requests import Request, make_prefill_batch
+from sglang_gemma4_yoco.checking.synthetic_requests import Request, make_prefill_batch
 
 #: Fields that may differ in any batch, and why.
 ALWAYS = {

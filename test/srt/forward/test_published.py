@@ -21,7 +21,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -48,7 +48,7 @@ def test_the_published_helper_plans_the_tail_of_an_intermediate_chunk(
         plans.append(list(batch.extend_seq_lens_cpu))
 
     compat.layers.start_residual(planned, hidden)
-    with replaced(main, init_forward_metadata=note):
+    with patched(main, init_forward_metadata=note):
         rows, *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
             hidden, planned.positions, None, planned
         )

@@ -38,7 +38,7 @@ from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
 from sglang_gemma4_yoco.core import eligibility, ranks, state
 from sglang_gemma4_yoco.core.state import get_state
-from sglang_gemma4_yoco.loading import start as starting
+from sglang_gemma4_yoco.loading import runner_setup as starting
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 RANKS = 2
@@ -125,7 +125,7 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
 
     One engine for all of it: new attention backends begin anew.
     """
-    from sglang_gemma4_yoco.checking import start as checking
+    from sglang_gemma4_yoco.checking import self_check as checking
 
     engine = start(rank, path, port)
     assert_every_batch_is_cut(engine)
@@ -166,7 +166,7 @@ def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
 def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
     """A defect that only one rank finds, in K and V of its own heads, disables both ranks' path."""
     from sglang_gemma4_yoco.checking import rounding
-    from sglang_gemma4_yoco.checking import start as checking
+    from sglang_gemma4_yoco.checking import self_check as checking
 
     state, found = get_state(engine.text_model), list[Any]()
     check = checking.check_model
@@ -183,7 +183,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
         starting.set_up(engine.runner, state)
     assert [checked.agrees for checked in found] == [True]
     assert (result_of_check(state)["compared"] == "this rank's") == (rank == 1)
-    assert_stock(engine, checking.FAILED)
+    assert_stock(engine, checking.CHECK_FAILED)
 
 
 def with_settings_of_its_own(rank: int, engine: Engine) -> None:

@@ -41,16 +41,16 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.checking import layerwise
-from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.checking.requests import make_synthetic_requests
-from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.checking import self_check as check
+from sglang_gemma4_yoco.checking.self_check import CheckResult
+from sglang_gemma4_yoco.checking.synthetic_requests import make_synthetic_requests
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.state import ModelState, get_state
-from sglang_gemma4_yoco.loading import limits, metrics, patch, start
+from sglang_gemma4_yoco.loading import metrics, patch, runner_setup, unsupported
+from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.prefill_exits import exit_setup
-from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -100,7 +100,7 @@ def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Eng
     before, tail = FIRST_SHARED - 1, LAYERS - FIRST_SHARED + 1
     for most, numbers in ((4096, [1, 16]), (15, [1])):
         fits = mock.patch.object(engine.runner, "max_running_requests", most)
-        with counted(engine) as forwards, fits, replaced(state, on_gpu=True):
+        with counted(engine) as forwards, fits, patched(state, on_gpu=True):
             assert checked(engine).agrees
         expected = [[NEW[0] * n] * before + [n] * tail for n in numbers]
         assert forwards[5 : 5 + len(expected)] == expected
@@ -125,7 +125,7 @@ def test_no_event_of_its_own_is_left(engine: Engine) -> None:
     """SGLang's scheduler waits for that of the batch that it has launched last."""
     runner, launched = engine.runner, object()
     state = get_state(engine.text_model)
-    with replaced(runner, shared_read_done_event=launched):
+    with patched(runner, shared_read_done_event=launched):
         with make_synthetic_requests(runner, state):
             runner.shared_read_done_event = object()
         assert runner.shared_read_done_event is launched
@@ -199,7 +199,7 @@ def started(engine: Engine) -> Iterator[ModelState]:
 
 def capture(engine: Engine) -> None:
     """What follows SGLang's own captures."""
-    start.set_up(engine.runner, get_state(engine.text_model))
+    runner_setup.set_up(engine.runner, get_state(engine.text_model))
 
 
 def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list[str], list[str]]:
@@ -227,8 +227,8 @@ def test_a_server_that_fails_is_served_by_stock(
     with settings_changed(self_check=True), BREAKAGES["rows of the next request"](started):
         on, [error] = lines_of_start(engine, said)
     assert on == []
-    assert f"is off for this server: {check.FAILED}; checked layer by layer: " in error
-    assert_stock(engine, check.FAILED)
+    assert f"is off for this server: {check.CHECK_FAILED}; checked layer by layer: " in error
+    assert_stock(engine, check.CHECK_FAILED)
 
 
 def test_the_operator_has_a_say(
@@ -256,7 +256,7 @@ def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, value)
             found = checked(engine)
-            assert found == Checked(unchecked=str(reason))
+            assert found == CheckResult(unchecked=str(reason))
             assert not found.agrees
     assert checked(engine).agrees
 
@@ -284,9 +284,9 @@ def test_a_server_that_cannot_be_checked_is_stock(
 
 def test_a_start_that_fails_is_stock(engine: Engine, said: Callable[..., list[str]]) -> None:
     """SGLang goes on; when it starts anew, so does the fast path."""
-    with mock.patch.object(limits, "find_pool_reason", side_effect=InjectedError):
+    with mock.patch.object(unsupported, "find_pool_reason", side_effect=InjectedError):
         engine.runner.init_attention_backends()
-    assert_stock(engine, start.NOT_SET_UP)
+    assert_stock(engine, runner_setup.NOT_SET_UP)
     assert "InjectedError" in said(logging.ERROR)[-1]
     engine.runner.init_attention_backends()
     assert_fast(engine)
@@ -301,9 +301,9 @@ def test_a_capture_of_sglangs_goes_on(
     with mock.patch.object(exit_setup, part, side_effect=InjectedError):
         capture_graphs(engine.runner)
     assert captured == [engine.runner]
-    assert started.unsupported == start.NOT_SET_UP
+    assert started.unsupported == runner_setup.NOT_SET_UP
     assert "could not be set up; InjectedError" in said(logging.ERROR)[-1]
-    assert_stock(engine, start.NOT_SET_UP)
+    assert_stock(engine, runner_setup.NOT_SET_UP)
 
 
 def test_samples_are_those_of_a_server_without_the_check(
@@ -321,7 +321,7 @@ def test_samples_are_those_of_a_server_without_the_check(
     with (
         hook,
         counted(engine) as forwards,
-        start.set_up_after_capture(engine.runner, engine.text_model),
+        runner_setup.set_up_after_capture(engine.runner, engine.text_model),
     ):
         pass
     assert len(forwards) == LAST

@@ -25,8 +25,8 @@ from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_stock, state_of
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.checking import requests
-from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking import self_check as check
+from sglang_gemma4_yoco.checking import synthetic_requests
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.loading import metrics
@@ -71,7 +71,7 @@ def test_wrong_windows_are_found(path: Path, running: int, tokens: int) -> None:
     """And several prompts are compared in one batch, where the server has such."""
     engine = start_engine(path, max_running_requests=running, max_total_tokens=tokens)
     assert find_wrong_windows(engine) == [SHORT, LONG]
-    batches = requests.choose_batches(engine.runner, state_of(engine))
+    batches = synthetic_requests.choose_batches(engine.runner, state_of(engine))
     assert (max(map(len, batches)) > 1) == (running > 1)
 
 
@@ -97,11 +97,11 @@ def test_what_has_no_room_is_not_served(path: Path, said: Callable[..., list[str
     """Prompts may be longer than the window, and K and V of none of these fit into its pool."""
     with mock.patch.object(MemoryPoolConfigurator, "validate_swa_pool_size"):
         engine = start_engine(path, max_total_tokens=TOO_FEW)
-    reason = f"{check.UNCHECKED}: {requests.NO_ROOM}"
+    reason = f"{check.UNCHECKED}: {synthetic_requests.NO_ROOM}"
     assert f"is off for this server: {reason}; nothing was compared" in said(logging.ERROR)[-1]
     with mock.patch.object(states, "_attached", WeakSet([state_of(engine)])):
         described = metrics.describe_state()
-    assert described["check"]["unchecked"] == requests.NO_ROOM
+    assert described["check"]["unchecked"] == synthetic_requests.NO_ROOM
     assert status.verdict([described]) == (False, reason)
     assert_stock(engine, reason, batch_of((0, 20)))
 

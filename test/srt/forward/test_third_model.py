@@ -104,8 +104,8 @@ def test_random_batches(engine: Engine, name: str) -> None:
 def test_what_is_known_where_no_runner_has_started_it(engine: Engine) -> None:
     """As of a model that another program has built."""
     state_of(engine).close()
-    kind: Any = get_state(engine.text_model).kind
-    assert kind is third_yoco
+    adapter: Any = get_state(engine.text_model).adapter
+    assert adapter is third_yoco
     engine.runner.init_attention_backends()
     assert_fast(engine)
 

@@ -23,10 +23,10 @@ from harness.forwards import ENGINE, assert_fast, assert_stock, attention_of, ou
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.loading import limits, metrics
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.loading import metrics, unsupported
+from sglang_gemma4_yoco.patched import patched
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -75,7 +75,7 @@ def test_by_default_it_is_stock(
     with mock.patch.object(states, "_attached", WeakSet([state_of(engine)])):
         state = metrics.describe_state()
     assert (state["active"], state["reason"]) == (False, reason.text)
-    assert state["forwards"][limits.UNTESTED_RELEASE] == 1
+    assert state["forwards"][unsupported.UNTESTED_RELEASE] == 1
 
 
 def test_with_the_setting_it_extends_eagerly(
@@ -88,7 +88,7 @@ def test_with_the_setting_it_extends_eagerly(
     assert result_of_check(state)["compared"] is not None
     assert state.report.tail == f"eager ({lifecycle.NOT_DECODING})"
     [warning] = said(logging.WARNING)
-    assert warning.endswith(f"SGLANG_GEMMA4_YOCO_UNTESTED=1: {limits.RUNS_UNTESTED}")
+    assert warning.endswith(f"SGLANG_GEMMA4_YOCO_UNTESTED=1: {unsupported.RUNS_UNTESTED}")
     assert_fast(engine, PROMPTS, tail_mode="EXTEND")
     assert outcomes() == {counters.TAIL_EAGER: 1}
     with recorded_decode_steps(engine):  # as for new weights, while it serves
@@ -97,16 +97,16 @@ def test_with_the_setting_it_extends_eagerly(
 
 def test_its_decode_step_is_never_run(engine: Engine, untested: Callable[..., None]) -> None:
     untested(untested=True)
-    with replaced(attention_of(engine).tail, forward_decode=None):
+    with patched(attention_of(engine).tail, forward_decode=None):
         assert_fast(engine, PROMPTS, tail_mode="EXTEND")
 
 
 def test_a_check_that_finds_a_defect_turns_it_off(
     engine: Engine, untested: Callable[..., None]
 ) -> None:
-    with replaced(check, check_model=broken(check.check_model)):
+    with patched(check, check_model=broken(check.check_model)):
         untested(untested=True)
-    assert_stock(engine, check.FAILED, PROMPTS)
+    assert_stock(engine, check.CHECK_FAILED, PROMPTS)
 
 
 def broken(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,6 +132,6 @@ def test_a_model_outside_of_a_server_is_stock(engine: Engine) -> None:
     """Also for the published helper, which asks before a runner has started the model."""
     with mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0")):
         with settings_changed(untested=False):
-            assert limits.find_server_reason() is not None
-        with settings_changed(untested=True), replaced(compat.server, has_name=lambda _: True):
-            assert limits.find_server_reason() is None
+            assert unsupported.find_server_reason() is not None
+        with settings_changed(untested=True), patched(compat.server, has_name=lambda _: True):
+            assert unsupported.find_server_reason() is None

@@ -38,7 +38,7 @@ from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
 from sglang_gemma4_yoco.checking import tail_graphs
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import runner_setup
 
 # Around the window of 512, and where SGLang changes kernels. A key more or less in a window is
 # below rounding in bf16: the layer by layer check and the tests on a CPU see that.
@@ -198,7 +198,7 @@ def test_what_the_capture_costs(engine: Engine, eager: None) -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    start.set_up(engine.runner, state_of(engine))
+    runner_setup.set_up(engine.runner, state_of(engine))
     torch.cuda.synchronize()
     used = (free - torch.cuda.mem_get_info()[0]) / 2**20
     print(f"capture: {used:.0f} MiB")
@@ -226,7 +226,7 @@ def test_a_capture_that_fails_leaves_a_working_device(
     torch.zeros(64 << 20, device="cuda").sum().item()
     torch.multinomial(torch.rand(1, 100, device="cuda"), 1).item()  # as tokens are sampled
     assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_EAGER, rounding)
-    start.set_up(engine.runner, state)
+    runner_setup.set_up(engine.runner, state)
     assert captured_by(engine)
     assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_CAPTURED, rounding)
 

@@ -24,8 +24,8 @@ from sglang_gemma4_reference.workload import (
     is_close_call,
     tokens_before_parting,
 )
-from sglang_gemma4_yoco.commands.verify import compare as comparing
-from sglang_gemma4_yoco.commands.verify.compare import Comparison, Position
+from sglang_gemma4_yoco.commands.verify import comparison as comparing
+from sglang_gemma4_yoco.commands.verify.comparison import Comparison, Position
 
 TOLERANCE = LOGPROB_TOLERANCE  # of fp32 log-probabilities
 NEW_TOKENS = 12

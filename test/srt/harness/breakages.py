@@ -25,7 +25,7 @@ from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.models import gemma4
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 Breakage = Callable[[ModelState], AbstractContextManager[bool]]
 
@@ -70,7 +70,7 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
         span = mock.patch.object(compat.attention, "widen_window", planned)
     else:
         decode, extend = narrower(tail.forward_decode), narrower(tail.forward_extend)
-        span = replaced(tail, forward_decode=decode, forward_extend=extend)
+        span = patched(tail, forward_decode=decode, forward_extend=extend)
     with span:
         yield True
 
@@ -104,7 +104,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
     if _is_triton(tail):
         span = mock.patch.object(compat.attention, "plan_tail", planned)
     else:
-        span = replaced(tail, _written=partial(untranslated, tail._written))
+        span = patched(tail, _written=partial(untranslated, tail._written))
     with span:
         yield True
 
@@ -157,7 +157,7 @@ def _inputs(stock: Callable[..., Any], inputs: PerLayerInputs, dim: int) -> torc
 
 
 def _no_norm(stock: Callable[..., Any], model: Any, **others: Any) -> Any:
-    with replaced(model.norm, forward=lambda rows: rows):
+    with patched(model.norm, forward=lambda rows: rows):
         return stock(model=model, **others)
 
 
@@ -176,7 +176,7 @@ def _skipped_layer(stock: Callable[..., Any], layers: list[Any], **others: Any) 
     def skipping(*_: Any, **kwargs: Any) -> Any:
         return kwargs["hidden_states"]
 
-    with replaced(layers[2], forward=skipping):
+    with patched(layers[2], forward=skipping):
         return stock(layers=layers, **others)
 
 

@@ -34,7 +34,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_c
 from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import audit, rounding, tail_graphs
-from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.core.state import get_state
 
 SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)

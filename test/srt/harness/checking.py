@@ -15,15 +15,15 @@ from harness.observe import assert_same_cache, run
 from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.checking import audit
-from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.checking import self_check as check
+from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.core.state import ModelState, get_state
 
 REQUESTS = 3
 NEW = [7, 6, 5]  # tokens of each, with pages of one
 
 
-def checked(engine: Engine) -> Checked:
+def checked(engine: Engine) -> CheckResult:
     """The check of this engine's model."""
     return check.check_model(engine.runner, get_state(engine.text_model))
 

@@ -36,7 +36,7 @@ from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.counters import Outcome
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 # The server arguments of the engine that most tests share.
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
@@ -197,7 +197,7 @@ def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
     with ExitStack() as span:
         for layer in engine.text_model.layers:
             norm = layer.pre_feedforward_layernorm
-            span.enter_context(replaced(norm, _forward_method=in_place(norm._forward_method)))
+            span.enter_context(patched(norm, _forward_method=in_place(norm._forward_method)))
         yield
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands.verify import prompts, verify
-from sglang_gemma4_yoco.commands.verify.compare import Answer, Position
+from sglang_gemma4_yoco.commands.verify.comparison import Answer, Position
 from sglang_gemma4_yoco.commands.verify.prompts import Prompt
-from sglang_gemma4_yoco.commands.verify.verify import AGAIN, ALONE, AT_ONCE, CACHED, Found
+from sglang_gemma4_yoco.commands.verify.verify import AGAIN, ALONE, AT_ONCE, CACHED, VerifyResult
 
 
 def position(token: int, logprob: float, **likeliest: float) -> Position:
@@ -35,7 +35,7 @@ def outcome(
     for length in lengths:
         # A warm-up, and two whose times count.
         sent += [Prompt(prompts.TIMED, {"input_ids": [1] * length})] * 3
-    found = Found(rounds={ALONE: Counter({counters.TAIL_EAGER: 7, counters.FAILED: failed})})
+    found = VerifyResult(rounds={ALONE: Counter({counters.TAIL_EAGER: 7, counters.FAILED: failed})})
 
     def answer(fast: bool, way: str, by: float, factor: float) -> None:
         made = position(1, -1.0 - by, t1=-1.0 - by, t2=-2.0)

@@ -27,7 +27,7 @@ from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.refusal import Refusal
 
@@ -106,7 +106,7 @@ def model(**changes: Any) -> SimpleNamespace:
 
 def state_of(served: Any) -> ModelState:
     """What is known of it, by its config."""
-    return ModelState(served, gemma4, start.find_model_reason(served))
+    return ModelState(served, gemma4, runner_setup.find_model_reason(served))
 
 
 def reason_of(served: Any, forward_batch: Any) -> Refusal | None:

@@ -12,8 +12,8 @@ from harness.third_model import ThirdAttention, ThirdLayer
 from sglang_gemma4_yoco.compat.names import TextModelNames
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
-from sglang_gemma4_yoco.replaced import replaced
 
 _MODULE = ThirdLayer.__module__
 
@@ -68,7 +68,7 @@ def stop_before_cut(
         return rows
 
     layers = list(model.layers)[:cut]
-    with replaced(model, layers=layers), replaced(model.norm, forward=leave_out_norm):
+    with patched(model, layers=layers), patched(model.norm, forward=leave_out_norm):
         yield at_cut
 
 
@@ -93,7 +93,7 @@ def run_tail(
     inputs: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run the layers one by one, and the norm: [B, hidden]."""
-    with replaced(layers[0].self_attn, shares=True):
+    with patched(layers[0].self_attn, shares=True):
         for layer in layers:
             rows = layer(positions=positions, hidden_states=rows, forward_batch=batch)
     normed: torch.Tensor = model.norm(rows)

@@ -15,7 +15,7 @@ from harness.stand_ins import eligible_batch, model, reason_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat, plugin
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import runner_setup
 
 DECODES = pytest.mark.skipif(
     compat.release.is_newer_than_tested(),
@@ -78,7 +78,7 @@ TWO = batch([10, 5])
     ("served", "forward_batch", "reason"),
     [
         (model(), batch([10, 5, 7]), None),
-        (model(num_kv_shared_layers=0), batch([10, 5, 7]), start.NO_SHARED_LAYERS),
+        (model(num_kv_shared_layers=0), batch([10, 5, 7]), runner_setup.NO_SHARED_LAYERS),
         (model(), batch([10], forward_mode=ForwardMode.DECODE), "forward mode DECODE"),
         (model(), logprobs_from(10, 5), None),  # of the last rows alone
         *(

@@ -17,7 +17,7 @@ from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import tail_graphs
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.models import gemma4
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 
 def _measure_memory() -> Answer:
@@ -52,7 +52,7 @@ def _fail_in_a_capture(engine: Engine, state: ModelState) -> Answer:
             torch.cuda.synchronize()
         return rows
 
-    with replaced(gemma4, run_tail=failing):
+    with patched(gemma4, run_tail=failing):
         _capture(engine, state)
     found: Answer = {
         "tail": state.report.tail,
@@ -77,7 +77,7 @@ def _run_out_of_memory(engine: Engine) -> list[Any]:
             if name == "index_select" and gathers[name] == at:
                 torch.empty(200 << 30, dtype=torch.uint8, device="cuda")
 
-        with replaced(operations.current, accesses=run_out):
+        with patched(operations.current, accesses=run_out):
             found.append(_serve(engine, EAGER, "1100 tokens"))
     return found
 

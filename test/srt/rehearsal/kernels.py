@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 import triton
 from rehearsal import compiled_kernels, operations, triton_kernels
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 #: Each kernel that was compiled in this process, with its arguments' kinds: in order, and once.
 compiled: dict[str, None] = {}
@@ -123,7 +123,7 @@ def compute_pooled_images() -> None:
     stock = pooler.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with replaced(operations.current, floats=True):
+        with patched(operations.current, floats=True):
             return stock(*args, **kwargs)
 
     pooler.forward = forward

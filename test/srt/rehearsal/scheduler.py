@@ -30,7 +30,7 @@ from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.core import plan
 from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 TRAFFIC: list[Answer] = device.read_table("traffic")
 ITERATIONS = 45
@@ -69,7 +69,7 @@ class Loop:
             self.scheduler.process_input_requests(requests)
             return requests
 
-        with replaced(self.scheduler, ingest_requests=ingest):
+        with patched(self.scheduler, ingest_requests=ingest):
             self.scheduler.run_event_loop()
         torch.cuda.synchronize()
         return {
@@ -115,9 +115,9 @@ def _make_races(loop: Loop, state: ModelState) -> dict[str, AbstractContextManag
 
     replay = on_the_side(graphs.Bucket.replay)
     return {
-        "planned on a side stream": replaced(plan, make_plan=on_the_side(plan.make_plan)),
+        "planned on a side stream": patched(plan, make_plan=on_the_side(plan.make_plan)),
         "replayed on a side stream": mock.patch.object(graphs.Bucket, "replay", replay),
-        "without the barrier": replaced(loop.scheduler, _apply_war_barrier=lambda: None),
+        "without the barrier": patched(loop.scheduler, _apply_war_barrier=lambda: None),
     }
 
 

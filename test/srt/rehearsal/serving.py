@@ -23,7 +23,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed, swi
 from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core import plan
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 STOCK, CAPTURED, EAGER = "stock", "captured", "eager"
 BATCHES: Answer = device.read_table("batches")
@@ -79,14 +79,14 @@ def serve(engine: Engine, name: str, way: str) -> Answer:
     known = len(kernels.compiled)
     with ExitStack() as span:
         span.enter_context(settings_changed(min_skipped_rows=1))
-        span.enter_context(replaced(counters.served, count_failure=failed))
+        span.enter_context(patched(counters.served, count_failure=failed))
         if way == STOCK:
             span.enter_context(switched("0"))
         else:
             span.enter_context(refusing_waits(plan, "make_plan"))
             span.enter_context(refusing_waits(engine.text_model, "forward"))
         if way == EAGER:
-            span.enter_context(replaced(state, captured=None))
+            span.enter_context(patched(state, captured=None))
         before = device.read_counters(operations.RUNTIME)
         try:
             engine.forward(batch, intermediate=is_chunk)

@@ -15,7 +15,7 @@ import pytest
 import sglang_gemma4_yoco
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import limits, metrics
+from sglang_gemma4_yoco.loading import metrics, unsupported
 from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, Refusal
 
 REPO = Path(__file__).resolve().parents[3]
@@ -126,7 +126,7 @@ def test_a_reason_that_nobody_gives_is_missed() -> None:
     ],
 )
 def test_outcomes_that_are_explained_are_counted(page: str, after: str) -> None:
-    counted = {SERVER_UNSUPPORTED, limits.UNTESTED_RELEASE}
+    counted = {SERVER_UNSUPPORTED, unsupported.UNTESTED_RELEASE}
     counted |= {counters.FAILED, counters.UNSEEN, *counters.CUT}
     for value in vars(eligibility).values():
         if isinstance(value, Refusal):

@@ -14,7 +14,7 @@ from harness.documented import missing_tests
 from scripts import plot_prefill, result_files, tables
 from scripts.dev import version_matrix
 from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.loading import limits
+from sglang_gemma4_yoco.loading import unsupported
 
 REPO = Path(__file__).resolve().parents[3]
 #: How far a proof goes -> the folders of its tests in ``test/srt``.
@@ -60,7 +60,7 @@ def test_the_evidence_is_there(mode: str) -> None:
 
 def test_every_argument_that_refuses_a_server_is_in_modes() -> None:
     page = (REPO / "docs" / "modes.md").read_text()
-    flags = map(limits._name_flag, limits.list_judged_arguments())
+    flags = map(unsupported._name_flag, unsupported.list_judged_arguments())
     assert [flag for flag in flags if not re.search(rf"`{flag}[ =`]", page)] == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from harness.ask import generate, tokens
 from harness.layer_rows import assert_all_stock
 from harness.server import changed_package, running
-from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.loading import metrics
 
@@ -25,7 +25,7 @@ def _narrow(tail):
     tail.forward_decode = forward_decode
     return tail
 """
-# In ``loading/start.py`` these become those: the tail's window is one key short, what most
+# In ``loading/runner_setup.py`` these become those: the tail's window is one key short, what most
 # tolerances would hide.
 BUILT = "compat.attention.build_backend(runner, model.layers)"
 CHANGES = {
@@ -35,14 +35,14 @@ CHANGES = {
 
 
 def test_it_is_found_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    path = {"PYTHONPATH": changed_package(tmp_path / "path", "loading/start.py", CHANGES)}
+    path = {"PYTHONPATH": changed_package(tmp_path / "path", "loading/runner_setup.py", CHANGES)}
     with running(tiny_checkpoint, tmp_path, switch=None, env=path) as server:
         prompt, mark = tokens(90, seed=1), server.mark()
         generate(server, prompt)
         assert_all_stock(server.prefills(since=mark))
         [scheduler] = server.states()
-        state = scheduler[metrics.ENTRY]
-        assert (state["active"], state["reason"]) == (False, check.FAILED)
+        state = scheduler[metrics.SERVER_INFO_ENTRY]
+        assert (state["active"], state["reason"]) == (False, check.CHECK_FAILED)
         assert state["check"]["largest_difference"] > 10 * state["check"]["allowed"]
         assert main(["status", server.url]) == 1
         [line] = server.log_lines("is off for this server")

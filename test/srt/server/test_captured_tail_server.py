@@ -41,7 +41,7 @@ def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
     rows = ", ".join(map(str, ROWS))
     assert f"from layer {FIRST_CUT} on for {rows} rows in " in line
     [process] = captured.states()
-    assert process[metrics.ENTRY]["tail"] == f"captured for up to {ROWS[-1]} rows"
+    assert process[metrics.SERVER_INFO_ENTRY]["tail"] == f"captured for up to {ROWS[-1]} rows"
     assert not stock.log_lines("the tail is captured from")
 
 
@@ -64,7 +64,7 @@ def test_the_sample_in_the_documents(captured_server: Server) -> None:
     """A server has such an entry."""
     generate(captured_server, tokens(50, seed=2))
     [process] = captured_server.states()
-    state = process[metrics.ENTRY]
+    state = process[metrics.SERVER_INFO_ENTRY]
     [shown] = json.loads(sample("status").rpartition("\n")[0])
     assert keys_and_types(state) == keys_and_types(shown)
     for name in ("cut", "tail"):

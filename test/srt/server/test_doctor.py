@@ -28,7 +28,7 @@ from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import ENTRIES, CommandError, Report
-from sglang_gemma4_yoco.loading import limits, patch
+from sglang_gemma4_yoco.loading import patch, unsupported
 from sglang_gemma4_yoco.models import gemma3n as gemma3n_model
 from sglang_gemma4_yoco.models import gemma4
 
@@ -273,7 +273,7 @@ def test_a_release_that_was_not_tested(
     assert len(report.refusals) == len(refusals)
     for shown, part in zip(report.refusals, refusals, strict=True):
         assert part in shown
-    printed = [line for line in report.lines if limits.RUNS_UNTESTED in line]
+    printed = [line for line in report.lines if unsupported.RUNS_UNTESTED in line]
     assert len(printed) == 1 - len(refusals)
 
 

@@ -105,7 +105,7 @@ def assert_as_due(prefills: list[Prefill]) -> None:
 
 def forwards(server: Server) -> Counter[str]:
     """Prefill forwards so far by outcome, as the server counts them."""
-    return Counter(server.states()[0][metrics.ENTRY]["forwards"])
+    return Counter(server.states()[0][metrics.SERVER_INFO_ENTRY]["forwards"])
 
 
 def through_exits(servers: Pair, ask: Callable[[Server], list[A]]) -> Counter[str]:
@@ -137,7 +137,7 @@ def test_what_it_says(both_servers: Pair) -> None:
     assert "Traceback" not in server.log_since_ready()
     assert not stock.log_lines("is repaired")
     for process in server.states():
-        state = process[metrics.ENTRY]
+        state = process[metrics.SERVER_INFO_ENTRY]
         assert (state["active"], state["reason"]) == (True, None)
         assert where in state["exits"]
         found = state["exits_check"]

@@ -17,7 +17,7 @@ from harness.ask import Answer, assert_alike, generate, prompts_of, tokens
 from harness.layer_rows import CHUNK_KEPT, cut
 from harness.server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference.tail_failures import slow_prefills
-from sglang_gemma4_yoco.commands.verify.compare import Comparison
+from sglang_gemma4_yoco.commands.verify.comparison import Comparison
 
 pytestmark = pytest.mark.release
 

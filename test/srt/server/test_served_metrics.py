@@ -76,7 +76,7 @@ def test_forwards_and_rows(measured: Server) -> None:
 def test_server_info_has_the_same_numbers(measured: Server) -> None:
     forwards = series(measured, FORWARDS, "outcome")
     for process in measured.states():
-        state = process[metrics.ENTRY]
+        state = process[metrics.SERVER_INFO_ENTRY]
         assert state["version"] == __version__
         assert state["active"] is True
         assert state["reason"] is None
@@ -95,7 +95,7 @@ def test_audits(measured: Server) -> None:
     worst = single(measured, WORST)
     assert 0 < worst < 0.5  # of what is rounding
     for process in measured.states():
-        state = process[metrics.ENTRY]
+        state = process[metrics.SERVER_INFO_ENTRY]
         assert state["audits"]["agree"] == cut
         assert state["audits"]["worst"] == pytest.approx(worst)
         assert state["check"]["largest_difference"] <= state["check"]["allowed"]

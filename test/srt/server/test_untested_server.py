@@ -16,7 +16,7 @@ from harness.server import CAPTURED_ARGUMENTS, CAPTURED_GRAPHS, changed_package,
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.loading import limits, metrics
+from sglang_gemma4_yoco.loading import metrics, unsupported
 
 LAST = f'LAST_TESTED = Version("{compat.release.FIRST_TESTED}"), Version("'
 UNTESTED = settings.name_of("untested")
@@ -40,7 +40,7 @@ def test_a_server_of_an_untested_release(
         generate(server, tokens(90, seed=1))
         prefills = server.prefills(since=mark)
         [scheduler] = server.states()
-        state, status = scheduler[metrics.ENTRY], main(["status", server.url])
+        state, status = scheduler[metrics.SERVER_INFO_ENTRY], main(["status", server.url])
         said = capsys.readouterr().out
         lines = server.log_lines(f"SGLang {compat.release.INSTALLED} ")
     assert len(lines) == 1
@@ -55,4 +55,4 @@ def test_a_server_of_an_untested_release(
         assert (status, state["active"]) == (0, True)
         assert state["tail"] == f"eager ({lifecycle.NOT_DECODING})"
         assert state["check"]["compared"] is not None
-        assert lines[0].endswith(limits.RUNS_UNTESTED)
+        assert lines[0].endswith(unsupported.RUNS_UNTESTED)

@@ -191,7 +191,7 @@ def test_a_right_package_is_not_reported(tmp_path: Path) -> None:
     with pair(sharp, tmp_path, "--dtype", "bfloat16") as (fast, stock):
         tokenizer = prompts.load_tokenizer(str(sharp))
         sent = verify.fit_prompts(document, args, tokenizer, stock)
-        found = verify.Found()
+        found = verify.VerifyResult()
         verify.examine_servers([stock, fast], sent, found)
     verify.conclude(document, sent, found)
     assert document["exact"] is document["stock_differs"] is False
@@ -275,7 +275,7 @@ def test_a_round_that_the_prefix_cache_answers_is_not_reported(
     on_server.forget_prefixes()
     monkeypatch.setattr(on_server, "forget_prefixes", lambda: None)
     questions = [prompt for prompt in sent if prompt.kind in prompts.KINDS]
-    found = verify.Found()
+    found = verify.VerifyResult()
     verify.send_in_turns([on_server], questions, found, verify.ALONE)
     wrong = r"NOT active \(.+\) during the round 'several at once'"
     with pytest.raises(servers.WrongPathError, match=wrong):

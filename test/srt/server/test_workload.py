@@ -30,7 +30,7 @@ from sglang_gemma4_reference.workload import (
     outcomes,
     random_requests,
 )
-from sglang_gemma4_yoco.commands.verify.compare import Position
+from sglang_gemma4_yoco.commands.verify.comparison import Position
 
 REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=700)
 

@@ -25,7 +25,7 @@ from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")

@@ -18,7 +18,7 @@ from sglang_gemma4_reference import gemma3n as reference
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.compat import backends
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")

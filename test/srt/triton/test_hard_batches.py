@@ -49,7 +49,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log, switched
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 interpreter.make_quick()
 
@@ -194,7 +194,7 @@ def set_up(engine: Engine, tail: str) -> None:
     reset_log()
     state = state_of(engine)
     if tail == EAGER:
-        lifecycle.drop_tail(state, lifecycle.OFF)
+        lifecycle.drop_tail(state, lifecycle.GRAPHS_OFF)
     elif state.captured is None:
         record_tail(engine, MOST_CAPTURED)
 
@@ -350,7 +350,7 @@ def tables_rewritten_once_planned(engine: Engine) -> Iterator[None]:
         for table in tables:
             table.zero_()
 
-    with replaced(main, init_forward_metadata=init_forward_metadata):
+    with patched(main, init_forward_metadata=init_forward_metadata):
         yield
     for table, before in zip(tables, saved, strict=True):
         table.copy_(before)

@@ -28,7 +28,7 @@ from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched
 from sglang_gemma4_reference.host_reads import counted
 from sglang_gemma4_yoco import compat, counters, log
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import runner_setup
 
 interpreter.make_quick()
 
@@ -96,7 +96,7 @@ def test_a_release_that_was_not_tested_counts_decode_steps_otherwise(
         engine.runner.init_attention_backends()
         state = state_of(engine)
         with BREAKAGES["windows one key short"](state):
-            start.set_up(engine.runner, state)
+            runner_setup.set_up(engine.runner, state)
             assert state.unsupported is None
             assert_fast(engine, batch_of((0, WINDOW + 3)), tail_mode="EXTEND")
     engine.runner.init_attention_backends()

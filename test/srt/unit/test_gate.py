@@ -40,8 +40,8 @@ from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import Refusal
-from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
@@ -180,7 +180,7 @@ def test_graph_capture(capturing: Any) -> None:
 def test_a_captured_prefill_that_is_replayed() -> None:
     """While it is replayed nothing counts as being captured; all other reasons hold."""
     state = state_of(model())
-    with enable_breakable_cuda_graph(), replaced(state, is_capturing=lambda: False):
+    with enable_breakable_cuda_graph(), patched(state, is_capturing=lambda: False):
         assert isinstance(
             eligibility.check_eligibility(state, eligible_batch()), eligibility.Eligible
         )

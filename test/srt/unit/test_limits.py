@@ -41,7 +41,7 @@ from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.compat.backends import AITER, AMX, ASCEND, FA, TRITON, TRTLLM, XPU
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import limits
+from sglang_gemma4_yoco.loading import unsupported
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -133,8 +133,8 @@ BESIDE_OTHERS: list[tuple[dict[str, Any], object]] = [
     (DRAFTS | {"enable_return_hidden_states": True}, HIDDEN_STATES_OF_DRAFTS),
     (DRAFTS | {"enable_return_aux_hidden_states": True}, HIDDEN_STATES_OF_DRAFTS),
     (DRAFTS | LAST, HIDDEN_STATES_OF_DRAFTS),
-    ({"kv_canary": "log"}, limits.CANARY),
-    ({"kv_canary": "raise"}, limits.CANARY),
+    ({"kv_canary": "log"}, unsupported.CANARY),
+    ({"kv_canary": "raise"}, unsupported.CANARY),
     # These refuse nothing.
     ({}, None),
     (LAST | {"enable_return_hidden_states": True}, None),
@@ -171,12 +171,12 @@ def served_with(arguments: dict[str, Any]) -> Iterator[None]:
 def test_an_argument_of_the_server(arguments: dict[str, Any], reason: object) -> None:
     skip_on_older("SGLang", (name for name in arguments if not compat.server.has_name(name)))
     with served_with(arguments):
-        assert str(limits.find_server_reason()) == str(reason)
+        assert str(unsupported.find_server_reason()) == str(reason)
 
 
 def test_every_argument_that_refuses_is_tried() -> None:
     """A reason without a row above would have no test."""
-    listed = {reason: set(names) for reason, names in limits.UNSUPPORTED_ARGUMENTS.items()}
+    listed = {reason: set(names) for reason, names in unsupported.UNSUPPORTED_ARGUMENTS.items()}
     assert {reason: set(names) for reason, names in REFUSING.items()} == listed
 
 
@@ -203,7 +203,7 @@ def test_what_is_typed_is_judged_as_sglang_resolves_it(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
     args = server_args(model_path=str(tiny_checkpoint), device="cpu", **typed)
     with releases.serving(args):
-        assert str(limits.find_server_reason()) == str(reason)
+        assert str(unsupported.find_server_reason()) == str(reason)
 
 
 # ---------------------------------------------------------------- all arguments there are
@@ -211,7 +211,7 @@ def test_what_is_typed_is_judged_as_sglang_resolves_it(
 
 def test_every_argument_and_variable_is_judged_in_one_place() -> None:
     """What SGLang has changed since shows here first: scripts/dev/reviewed_arguments.py."""
-    judged, known = limits.list_judged_arguments(), reviewed_arguments.reviewed()
+    judged, known = unsupported.list_judged_arguments(), reviewed_arguments.reviewed()
     unread = reviewed_arguments.installed() - judged - known
     assert unread == set(), f"read what SGLang does with {sorted(unread)}, and list them"
     stale = judged & known
@@ -221,19 +221,19 @@ def test_every_argument_and_variable_is_judged_in_one_place() -> None:
 
 
 def test_every_argument_that_is_read_is_judged() -> None:
-    """``limits`` reads one by calling ``argument("its name")``; each such name is in its tables.
+    """``unsupported`` reads one by ``argument("its name")``; each such name is in its tables.
 
     Else a newer SGLang's other name for it would not be missed.
     """
-    read = set(re.findall(r'\bargument\("(\w+)"\)', inspect.getsource(limits)))
+    read = set(re.findall(r'\bargument\("(\w+)"\)', inspect.getsource(unsupported)))
     arguments = set()
-    for name in limits._JUDGED_BY_VALUE:
+    for name in unsupported._JUDGED_BY_VALUE:
         if not name.isupper():
             arguments.add(name)
-    assert read - limits._HIDDEN_STATE_ARGUMENTS == arguments
+    assert read - unsupported._HIDDEN_STATE_ARGUMENTS == arguments
 
 
-JUDGED = sorted(limits.list_judged_arguments())
+JUDGED = sorted(unsupported.list_judged_arguments())
 
 
 @pytest.fixture
@@ -243,22 +243,22 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     monkeypatch.setattr(compat.server, "has_name", lambda name: name not in absent)
     with releases.published(), settings_changed(untested=True, self_check=True):
-        assert limits.find_server_reason() is None
+        assert unsupported.find_server_reason() is None
         yield absent.append
 
 
 @pytest.mark.parametrize("name", JUDGED)
 def test_what_a_newer_release_lacks(newer: Callable[[str], None], name: str) -> None:
     newer(name)
-    gone = f"lacks {limits._name_flag(name)}, which may go by another name now"
-    assert str(limits.find_server_reason()).endswith(gone)
+    gone = f"lacks {unsupported._name_flag(name)}, which may go by another name now"
+    assert str(unsupported.find_server_reason()).endswith(gone)
 
 
 def test_what_a_newer_release_is_given_is_judged(newer: Callable[[str], None]) -> None:
     """By the tables; what is new in it is not."""
     newer("enable_surprises")
     with served_with({"enable_lora": True}):
-        assert limits.find_server_reason() == ServerRefusal("LoRA")
+        assert unsupported.find_server_reason() == ServerRefusal("LoRA")
 
 
 def test_names_that_there_are_and_names_that_there_are_not() -> None:
@@ -270,9 +270,9 @@ def test_names_that_there_are_and_names_that_there_are_not() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"enable": True}, limits.DUMPER),
-        ({"server_port": "reuse"}, limits.DUMPER),
-        ({"server_port": "40000"}, limits.DUMPER),
+        ({"enable": True}, unsupported.DUMPER),
+        ({"server_port": "reuse"}, unsupported.DUMPER),
+        ({"server_port": "40000"}, unsupported.DUMPER),
         ({"server_port": "-1", "filter": "layer_id=1"}, None),
     ],
 )
@@ -285,7 +285,7 @@ def test_the_dumper(
     report = Report()
     report.entries["quantisation"] = None
     with releases.published():
-        assert limits.find_server_reason() == reason
+        assert unsupported.find_server_reason() == reason
         preflight._judge(report, gemma4, {}.get)
     assert report.refusals == ([reason.text] if reason else [])
 
@@ -330,7 +330,7 @@ def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
     reason = None
     if unproven is not None:
         reason = ServerRefusal(f"the attention backend {unproven} is not known to be right")
-    assert limits.find_backend_reason(backend, gemma4.ATTENTION) == reason
+    assert unsupported.find_backend_reason(backend, gemma4.ATTENTION) == reason
 
 
 # ---------------------------------------------------------------- pools of K and V
@@ -355,7 +355,7 @@ POOLS: list[tuple[Any, object]] = [
     (pool_of(k_buffer=BY_PAGES), NOT_BY_SLOTS),
     (pool_of(v_buffer=BY_PAGES), NOT_BY_SLOTS),
     (pool_of(quant_method=SimpleNamespace(name="nvfp4")), "K and V are quantised (nvfp4)"),
-    (pool_of(post_capture_active=True), limits.ALLOCATED_LATER),
+    (pool_of(post_capture_active=True), unsupported.ALLOCATED_LATER),
     (
         pool_of(PoolOfAnotherKind),
         "K and V are in a PoolOfAnotherKind, whose layout is not known",
@@ -372,10 +372,10 @@ def test_a_pool(part: Any, reason: object) -> None:
     pools: list[Any] = [part, *two]
     for pool in pools:
         vars(pool)["dtype"] = torch.float32
-        assert str(limits.find_pool_reason(pool, torch.float32)) == str(reason)
+        assert str(unsupported.find_pool_reason(pool, torch.float32)) == str(reason)
         if reason is None:
             other = "a KV cache of torch.float32 beside weights of torch.bfloat16"
-            assert str(limits.find_pool_reason(pool, torch.bfloat16)) == other
+            assert str(unsupported.find_pool_reason(pool, torch.bfloat16)) == other
 
 
 # ---------------------------------------------------------------- linear layers
@@ -444,7 +444,7 @@ def test_a_kind_of_linear_layer(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     layers += [ReplicatedLinear(8, 8), ReplicatedLinear(8, 8)]
     vars(layers[kind.place]).update(quant_method=kind.computes, **kind.values)
     monkeypatch.setattr(torch.version, "hip", "7.0" if kind.amd else None)
-    reason = limits.find_linear_reason(SimpleNamespace(layers=layers), first=3)
+    reason = unsupported.find_linear_reason(SimpleNamespace(layers=layers), first=3)
     assert (reason is None) == kind.apart
 
 
@@ -452,7 +452,7 @@ def test_the_method_of_a_cache_refuses_nothing() -> None:
     """As attentions of fp8 checkpoints have one; the pools are judged by themselves."""
     attention = RadixAttention(2, 8, 1.0, 1, 0)
     attention.quant_method = BaseKVCacheMethod(None)
-    assert limits.find_linear_reason(SimpleNamespace(layers=[attention] * 2), first=1) is None
+    assert unsupported.find_linear_reason(SimpleNamespace(layers=[attention] * 2), first=1) is None
 
 
 # ---------------------------------------------------------------- SGLang's classes
@@ -523,8 +523,8 @@ def test_layers_of_popular_checkpoints(monkeypatch: pytest.MonkeyPatch, name: st
         params_dtype=torch.bfloat16,
         prefix="model.layers.1.self_attn.qkv_proj",
     )
-    assert limits.get_linear_kind(layer).endswith(kind)
-    assert limits.has_independent_rows(layer) == (name != "GGUF")
+    assert unsupported.get_linear_kind(layer).endswith(kind)
+    assert unsupported.has_independent_rows(layer) == (name != "GGUF")
     assert not compat.layers.is_plain_linear(
         layer
     )  # so that the donor computes all of its projection
@@ -535,7 +535,7 @@ def test_every_name_is_one_of_sglangs() -> None:
     """By its sources: many of these classes cannot be imported on a CPU."""
     sources = Path(sglang.srt.__path__[0])
     names, found = set[str](), set[str]()
-    for kind in limits._INDEPENDENT_ROWS:
+    for kind in unsupported._INDEPENDENT_ROWS:
         names.update(kind.split("."))
     for folder in ("layers/quantization", "hardware_backend"):
         for source in (sources / folder).rglob("*.py"):

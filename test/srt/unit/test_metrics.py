@@ -17,12 +17,12 @@ import pytest
 
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.checking import audit
-from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.checking.rounding import Difference
-from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.loading import limits, metrics
+from sglang_gemma4_yoco.loading import metrics, unsupported
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.refusal import Refusal, ServerRefusal
 
@@ -76,7 +76,7 @@ def answered() -> dict[str, Any]:
     """What is in a scheduler's answer, which SGLang can send and encode."""
     answer = SimpleNamespace(internal_state={"theirs": 1})
     metrics.add_to_server_info(answer)
-    state: dict[str, Any] = answer.internal_state[metrics.ENTRY]
+    state: dict[str, Any] = answer.internal_state[metrics.SERVER_INFO_ENTRY]
     # As SGLang does: from the scheduler in MessagePack, and to the client in JSON.
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer.internal_state)) == (
         answer.internal_state
@@ -129,14 +129,14 @@ def test_a_server_is_refused_at_the_level_of_its_refusal(
 ) -> None:
     """Once, and not at all where the refusal has a line of its own."""
     state = states.ModelState(None, gemma4, None)
-    state.turn_off(replace(limits.WRONG_REPLAYS, level=level))
+    state.turn_off(replace(unsupported.WRONG_REPLAYS, level=level))
     assert len(said(level)) == 1
     assert said(level + 1) == []
-    state.turn_off(replace(limits.NO_TAIL, is_logged=False))
+    state.turn_off(replace(unsupported.NO_TAIL, is_logged=False))
     assert len(said()) == 1
 
 
-@pytest.mark.parametrize("reason", [None, forward.GIVEN_UP, check.FAILED, audit.DIFFERED])
+@pytest.mark.parametrize("reason", [None, forward.GIVEN_UP, check.CHECK_FAILED, audit.DIFFERED])
 def test_whatever_turns_the_path_off_is_told(
     serving: Serving, reason: ServerRefusal | None
 ) -> None:
@@ -156,7 +156,7 @@ def test_a_number_that_is_not_finite_is_a_word(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
-    serving.report.check = Checked(Difference("keys", largest, 0.5)).to_json()
+    serving.report.check = CheckResult(Difference("keys", largest, 0.5)).to_json()
     counters.served.audits.worst = largest
     state = answered()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word

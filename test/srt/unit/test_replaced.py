@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 
 class Thing:
@@ -16,10 +16,10 @@ class Thing:
 
 def test_replaces_on_the_instance_only() -> None:
     thing, other = Thing(), Thing()
-    with replaced(thing, value=lambda: 11, number=7, more=3):
+    with patched(thing, value=lambda: 11, number=7, more=3):
         assert (thing.value(), thing.number, vars(thing)["more"]) == (11, 7, 3)
         assert (other.value(), other.number) == (1, 1)
-        with replaced(thing, number=8):
+        with patched(thing, number=8):
             assert (thing.value(), thing.number) == (11, 8)
         assert thing.number == 7
     assert vars(thing) == {}
@@ -28,7 +28,7 @@ def test_replaces_on_the_instance_only() -> None:
 def test_puts_back_what_somebody_else_put_there() -> None:
     thing = Thing()
     theirs = vars(thing)["value"] = lambda: 5
-    with pytest.raises(MemoryError), replaced(thing, value=lambda: 6, number=None):
+    with pytest.raises(MemoryError), patched(thing, value=lambda: 6, number=None):
         assert thing.value() == 6
         assert vars(thing)["number"] is None
         raise MemoryError

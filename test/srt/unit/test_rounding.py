@@ -26,7 +26,7 @@ def compared(
     tolerance: Tolerance = ROWS_OF_THREE_ROUNDINGS,
     **others: Any,
 ) -> Difference:
-    return rounding.compare("rows", expected, found, tolerance, **others)
+    return rounding.compare_rows("rows", expected, found, tolerance, **others)
 
 
 def exact(seed: int, rows: int = 18, width: int = 64, *, outliers: float = 1.0) -> torch.Tensor:

@@ -24,7 +24,7 @@ from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.commands import https, main
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.verify import page, prompts, servers, verify
-from sglang_gemma4_yoco.commands.verify.compare import (
+from sglang_gemma4_yoco.commands.verify.comparison import (
     Answer,
     Comparison,
     Position,

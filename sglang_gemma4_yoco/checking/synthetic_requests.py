@@ -18,7 +18,7 @@ from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.compat.pools import KeysAndValues
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.counters import Counters, Outcome
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.patched import patched
 
 NO_ROOM = "the pools have no room for a prompt longer than the window, or for two short ones"
 _NEW = 7  # tokens of a request
@@ -42,7 +42,7 @@ class Request:
     window_slots: torch.Tensor  # the same tokens', in the window's pool
 
 
-class Run(NamedTuple):
+class ForwardResult(NamedTuple):
     """The result of one forward."""
 
     logits: torch.Tensor  # [requests, vocabulary]
@@ -70,7 +70,7 @@ class SyntheticRequests:
         *,
         finishes: bool = True,
         given: Mapping[int, KeysAndValues] | None = None,
-    ) -> Run:
+    ) -> ForwardResult:
         """Run one forward, which is counted nowhere.
 
         Args:
@@ -91,10 +91,10 @@ class SyntheticRequests:
         if state.unsupported is None and own.unsupported is not None:  # no forward can be cut
             self._state.turn_off(own.unsupported)
         caches = {layer: cached.read() for layer, cached in self._caches.items()}
-        return Run(logits, caches, next(iter(own.counters.forwards), None))
+        return ForwardResult(logits, caches, next(iter(own.counters.forwards), None))
 
     def others_changed(self) -> bool:
-        """Whether any slot that is not for a new token of these has been written to."""
+        """Return True if a slot that is not for a new token of these was written to."""
         return not all(map(torch.equal, self._before, self._others()))
 
     def _others(self) -> list[torch.Tensor]:
@@ -133,7 +133,7 @@ def make_synthetic_requests(
         places.append(mapping[:end])
     each = settings.changed(min_skipped_rows=1)
     # SGLang's scheduler would take it for the event of a batch that it has launched.
-    own_event = replaced(runner, shared_read_done_event=None)
+    own_event = patched(runner, shared_read_done_event=None)
     with torch.no_grad(), each, own_event, restore_afterwards(places):
         for r in requests:
             table[r.row, : len(r.slots)] = r.slots.to(table.dtype)
@@ -222,7 +222,7 @@ def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], wi
         keys, values = runner.token_to_kv_pool.get_kv_buffer(number)
         values[:end].normal_(generator=generator)
         # Gemma 4 scales no scores: its weights keep keys small.
-        scale = state.kind.get_key_scale(state.model.layers[number])
+        scale = state.adapter.get_key_scale(state.model.layers[number])
         keys[:end].normal_(generator=generator).mul_(scale)
         most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
         for request in requests:

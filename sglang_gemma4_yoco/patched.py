@@ -8,7 +8,7 @@ _ABSENT = object()
 
 
 @contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+def patched(owner: Any, **attributes: Any) -> Iterator[None]:
     """Give ``owner`` these attributes in the ``with`` block, then restore the old ones.
 
     They go into the instance's ``__dict__``, where ``nn.Module.__call__`` finds a method before the

@@ -9,7 +9,7 @@ PACKAGE = "sglang_gemma4_yoco"
 #: From the top down: each imports from those after it alone.
 ROOMS = (
     *("__main__", "commands", "plugin", "loading", "prefill_exits", "checking", "captured"),
-    *("models", "core", "compat", "counters", "refusal", "log", "replaced", "settings"),
+    *("models", "core", "compat", "counters", "refusal", "log", "patched", "settings"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Somebody else's code where rows pass: classes, methods, functions, hooks.
+"""Third-party code on the activation path: classes, methods, functions, hooks.
 
 SGLang's own code reads only the kept rows of what the text model returns. Other code may read any
 row, and those that are not kept were never computed. So code that is not known refuses a server,
@@ -83,11 +83,11 @@ NOT_JUDGED = ServerRefusal("it could not be found out whose code reads the model
 
 
 #: Code that is not known: where it is, with a verb; its module; its name there.
-Unknown = tuple[str, str, str]
+ForeignCode = tuple[str, str, str]
 
 
-def find_reason(outer: type, runner: Any = None) -> ServerRefusal | None:
-    """Why rows may be read that the model has not computed, or None. Never raises.
+def find_third_party_code(outer: type, runner: Any = None) -> ServerRefusal | None:
+    """Return the third-party code that may read skipped rows, as a refusal, or None. Never raises.
 
     Args:
         outer: the class of the model around the text model.
@@ -116,13 +116,13 @@ def _has_our_forward(model: type) -> bool:
 
 
 def is_ours(function: Any) -> bool:
-    """Whether a text model's forward is this package's wrapper."""
+    """Return True if a text model's forward is this package's wrapper."""
     return getattr(function, "__globals__", None) is vars(forward)
 
 
-def _find_unknown(outer: type, runner: Any) -> Iterator[Unknown]:
-    """The code that is not known where rows pass."""
-    known = [name for kind in registry.MODELS for name in kind.SGLANG.outer_models]
+def _find_unknown(outer: type, runner: Any) -> Iterator[ForeignCode]:
+    """Yield third-party code on the activation path."""
+    known = [name for adapter in registry.MODELS for name in adapter.SGLANG.outer_models]
     if not (outer.__module__ in known or _is_trusted(outer.__module__, outer.__name__)):
         yield "the model is a", outer.__module__, outer.__name__
     # What is not imported, nothing can call.
@@ -137,7 +137,7 @@ def _find_unknown(outer: type, runner: Any) -> Iterator[Unknown]:
     if runner is not None:
         objects = _list_objects(runner.model)
         classes += map(type, objects.values())
-        backend = runner.attn_backend  # whose class ``limits`` judges
+        backend = runner.attn_backend  # whose class ``unsupported`` judges
         owners |= {**objects, type(backend).__name__: backend}
     for base in dict.fromkeys(base for kind in classes for base in kind.__mro__):
         for module, name in _find_definitions(base):
@@ -151,16 +151,16 @@ def _find_unknown(outer: type, runner: Any) -> Iterator[Unknown]:
 def list_modules() -> list[str]:
     """Return the modules whose functions and classes are judged, before there is a model too."""
     modules = list[str]()
-    for kind in registry.MODELS:
-        modules += (*kind.SGLANG.outer_models, *kind.SGLANG.modules)
+    for adapter in registry.MODELS:
+        modules += (*adapter.SGLANG.outer_models, *adapter.SGLANG.modules)
     modules += [f"sglang.srt.layers.{name}" for name in LAYERS]
     return modules + compat.backends.list_modules()
 
 
 def _list_objects(model: Any) -> dict[str, Any]:
-    """What rows pass through, by where it is: the modules, and SGLang's objects in them."""
+    """Return the objects on the activation path by place: modules, and SGLang's in them."""
     objects = {}
-    towers = {name for kind in registry.MODELS for name in kind.SGLANG.towers}
+    towers = {name for adapter in registry.MODELS for name in adapter.SGLANG.towers}
     for name, module in model.named_modules():
         if name.partition(".")[0] in towers:
             continue
@@ -171,8 +171,8 @@ def _list_objects(model: Any) -> dict[str, Any]:
     return objects
 
 
-def _find_in(place: str, owner: Any) -> Iterator[Unknown]:
-    """The code that is not known among the attributes of a module, class or object itself."""
+def _find_in(place: str, owner: Any) -> Iterator[ForeignCode]:
+    """Yield third-party code among the attributes of a module, class or object itself."""
     own = None
     if isinstance(owner, type):
         own = owner.__module__  # a class that is trusted has its own methods
@@ -187,7 +187,7 @@ def _find_in(place: str, owner: Any) -> Iterator[Unknown]:
 
 
 def _find_definitions(part: Any) -> Iterator[tuple[str, str]]:
-    """Module and name of what is not known in this function, class or wrapper."""
+    """Yield module and name of third-party code in this function, class or wrapper."""
     kind = type(part)  # ``isinstance`` would ask the object, and a proxy answers for another one
     if not (callable(part) or hasattr(kind, "__get__")):
         return

@@ -1,4 +1,4 @@
-"""Why no prefill of a server may be cut: its arguments, attention, pools of K and V, linear layers.
+"""Reasons that rule out fast prefill on a server: arguments, attention, KV pools, linear layers.
 
 What is not known to be right is refused, with a reason of one line. The reasons do not change while
 a server runs.
@@ -173,7 +173,7 @@ def find_release_reason() -> ServerRefusal | None:
 
 
 def find_server_reason() -> ServerRefusal | None:
-    """Why the release, arguments or variables of this server refuse every batch, or None."""
+    """Return why this server's release, flags or environment rule out fast prefill, or None."""
     return find_release_reason() or find_argument_reason()
 
 
@@ -264,7 +264,7 @@ ALLOCATED_LATER = ServerRefusal(
 
 
 def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
-    """Why the tail cannot read K and V of this server, or None.
+    """Return why the tail cannot read K and V of this server, or None.
 
     It needs one tensor of K and one of V for each layer, slot by slot, as they were computed. With
     a cache of another type than the queries', Triton's own forward fails at the first shared layer.
@@ -329,7 +329,7 @@ _INDEPENDENT_ROWS = {
 
 
 def find_linear_reason(model: Any, first: int) -> ServerRefusal | None:
-    """Why the rows of this model's tail may depend on rows that would be dropped, or None.
+    """Return why rows of this model's tail may depend on rows that would be dropped, or None.
 
     Args:
         model: a ``Gemma4TextModel`` with a tail; its weights are loaded.
@@ -343,7 +343,7 @@ def find_linear_reason(model: Any, first: int) -> ServerRefusal | None:
 
 
 def _computes_rows(part: Any) -> bool:
-    """Whether a module computes rows by a method that may be quantised: linear, or of experts."""
+    """Return True if a module's method may be quantised: a linear layer's, or that of experts."""
     if type(part) is compat.attention.RadixAttention:
         return False  # its method is of its cache, which ``find_pool_reason`` judges
     return (
@@ -353,7 +353,7 @@ def _computes_rows(part: Any) -> bool:
 
 
 def get_linear_kind(layer: Any) -> str:
-    """The class of a layer's method, and of its scheme where it has one."""
+    """Return the class of a layer's method, and of its scheme where it has one."""
     method, scheme = type(layer.quant_method).__name__, getattr(layer, "scheme", None)
     if scheme is None:
         return method
@@ -361,7 +361,7 @@ def get_linear_kind(layer: Any) -> str:
 
 
 def has_independent_rows(layer: Any) -> bool:
-    """Whether each row that a layer returns is known to depend on its own input alone.
+    """Return True if each row that a layer returns is known to depend on its own input alone.
 
     No kind of a mixture of experts is: experts may be chosen, or rounded, for a batch as a whole.
     """

@@ -1,4 +1,4 @@
-"""What happens when a runner starts: reasons against, the state, the captured tail, the check."""
+"""Setup of a model when SGLang's runner starts: eligibility, state, captured tail, check."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ import torch
 from sglang_gemma4_yoco import __version__, compat, log, settings
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import audit, tail_graphs
-from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.checking import self_check as check
+from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.core import eligibility, plan, ranks, tail_batch
 from sglang_gemma4_yoco.core.state import ModelState, find_state, first_shared_layer
 from sglang_gemma4_yoco.core.tail import TailBackend
-from sglang_gemma4_yoco.loading import classes, limits
+from sglang_gemma4_yoco.loading import third_party, unsupported
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 from sglang_gemma4_yoco.refusal import ServerRefusal
@@ -28,14 +28,14 @@ _FEW, _MANY = 2, 257
 
 
 def find_model_reason(model: Any) -> ServerRefusal | None:
-    """Why no batch of this model, in a server with these arguments, may be cut; or None."""
-    reason = limits.find_server_reason()
+    """Return why no batch of this model may be cut with these server arguments, or None."""
+    reason = unsupported.find_server_reason()
     if reason is not None:
         return reason
     first = first_shared_layer(model.config)
     if first is None:
         return NO_SHARED_LAYERS
-    return limits.find_linear_reason(model, first)
+    return unsupported.find_linear_reason(model, first)
 
 
 # -- SGLang has built its attention backends -------------------------------------------------------
@@ -43,7 +43,7 @@ def find_model_reason(model: Any) -> ServerRefusal | None:
 
 @contextmanager
 def start_model(runner: Any, model: Any) -> Iterator[None]:
-    """Here SGLang builds its attention backends; afterwards it is decided whether to cut prefills.
+    """Wrap the construction of SGLang's attention backends, then decide whether to cut prefills.
 
     With several ranks it is decided the same on all of them.
     """
@@ -55,17 +55,17 @@ def start_model(runner: Any, model: Any) -> Iterator[None]:
     if refusal is None:
         attention = _build_tail_backend(runner, model)
         if attention is None:
-            refusal = limits.NO_TAIL
+            refusal = unsupported.NO_TAIL
     # Arguments refuse a server on all ranks, so there is nothing to compare. A server on several
     # machines is refused by them, and another machine may not have this package to answer.
-    if refusal is None or limits.find_server_reason() is None:
+    if refusal is None or unsupported.find_server_reason() is None:
         found = f"{__version__}, unsupported: {refusal}, {settings.current}"
         difference = ranks.find_difference(found)
         if difference is not None:
             refusal = ServerRefusal(difference)
     if refusal is not None:
         attention = None
-    state = ModelState(model, registry.find_kind(model), refusal, attention)
+    state = ModelState(model, registry.find_adapter(model), refusal, attention)
     state.attach(plan.plan_batch)
     state.on_close(partial(lifecycle.drop_tail, state))
     if refusal is not None:
@@ -79,24 +79,24 @@ def _note_untested() -> None:
     if compat.release.is_newer_than_tested():
         log.log_once(
             f"Gemma 4 fast prefill: SGLang {compat.release.INSTALLED} was not tested, and "
-            f"{settings.name_of('untested')}=1: {limits.RUNS_UNTESTED}",
+            f"{settings.name_of('untested')}=1: {unsupported.RUNS_UNTESTED}",
             logging.WARNING,
         )
 
 
 def _find_runner_reason(runner: Any, model: Any) -> ServerRefusal | None:
     if not runner.is_generation:
-        return limits.EMBEDDINGS
+        return unsupported.EMBEDDINGS
     if getattr(model, "layers_to_capture", None):  # for as long as the server runs
         return ServerRefusal(eligibility.CAPTURED_LAYERS.text)
-    kind = registry.find_kind(model)
+    adapter = registry.find_adapter(model)
     return (
         find_model_reason(model)
-        or compat.names.find_missing(kind.SGLANG)
-        or classes.find_reason(type(runner.model), runner)
-        or kind.find_unsupported_reason(model)
-        or limits.find_backend_reason(runner.attn_backend, kind.ATTENTION)
-        or limits.find_pool_reason(runner.token_to_kv_pool, runner.dtype)
+        or compat.names.find_missing(adapter.SGLANG)
+        or third_party.find_third_party_code(type(runner.model), runner)
+        or adapter.find_unsupported_reason(model)
+        or unsupported.find_backend_reason(runner.attn_backend, adapter.ATTENTION)
+        or unsupported.find_pool_reason(runner.token_to_kv_pool, runner.dtype)
     )
 
 
@@ -104,7 +104,7 @@ def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
         tail = compat.attention.build_backend(runner, model.layers)
-        if compat.backends.may_run_tail(registry.find_kind(model).ATTENTION, tail):
+        if compat.backends.may_run_tail(registry.find_adapter(model).ATTENTION, tail):
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves
@@ -126,17 +126,17 @@ def _compile_kernels(runner: Any, state: ModelState) -> None:
     device = runner.device
     try:
         for number in _FEW, _MANY:
-            shape = state.kind.get_row_shape(state.model)
+            shape = state.adapter.get_row_shape(state.model)
             rows = torch.zeros(number, *shape, dtype=runner.dtype, device=device)
             positions = torch.zeros(number, dtype=torch.int64, device=device)
-            state.kind.compute_keys_and_values(state.tail_layers[0], rows, positions)
+            state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
         log.log_failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
 
 
 @contextmanager
 def guarded(failed: str, models: Sequence[Any] = ()) -> Iterator[None]:
-    """Where a part of this package fails in this block, SGLang goes on, and a line says so.
+    """If the block fails, log one line and let SGLang continue.
 
     With several ranks the failure is raised if it is one of ``models``: the others wait for this
     rank.
@@ -154,7 +154,7 @@ def guarded(failed: str, models: Sequence[Any] = ()) -> Iterator[None]:
         for model in models:
             state = find_state(model)
             if state is None:
-                state = ModelState(model, registry.find_kind(model), NOT_SET_UP)
+                state = ModelState(model, registry.find_adapter(model), NOT_SET_UP)
                 state.attach(plan.plan_batch)
             _turn_off(state, NOT_SET_UP, type(failure).__name__)
 
@@ -164,7 +164,7 @@ def guarded(failed: str, models: Sequence[Any] = ()) -> Iterator[None]:
 
 @contextmanager
 def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
-    """Here SGLang captures this model's graphs; afterwards the fast path is set up."""
+    """Wrap SGLang's graph capture, then set up the fast path."""
     state = find_state(model)
     if state is None:
         yield
@@ -174,7 +174,7 @@ def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
     compat.server.wait_for_device(runner.device)
     lifecycle.drop_tail(state)
     with ExitStack() as stack:
-        if state.kind.LEAVES_CAPTURED_PREFILLS:
+        if state.adapter.LEAVES_CAPTURED_PREFILLS:
             stack.enter_context(exit_setup.repair_capture(runner, state))
         yield
     if state.unsupported is None:
@@ -184,7 +184,7 @@ def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
 
 @contextmanager
 def restore_generators(device: str) -> Iterator[None]:
-    """PyTorch's random generators are afterwards where they were before.
+    """Restore the state of PyTorch's random generators after the block.
 
     Else a layer that draws numbers in a check, as stochastic rounding does, would change what a
     server with ``--random-seed`` samples.
@@ -218,7 +218,7 @@ def set_up(runner: Any, state: ModelState) -> None:
     tail_batch.pin_memory(runner.device)
 
 
-def _check_start(runner: Any, state: ModelState) -> Checked:
+def _check_start(runner: Any, state: ModelState) -> CheckResult:
     """Compare with stock, unless the operator wants no check; with several ranks, all or none.
 
     Where nothing could be compared the path is off as well: it is not known to be right. With
@@ -232,7 +232,7 @@ def _check_start(runner: Any, state: ModelState) -> Checked:
         if not compat.server.is_single_rank():
             raise
         log.log_failure("Gemma 4 fast prefill: its self-check could not be run", failure)
-        checked = Checked(unchecked=f"it failed: {type(failure).__name__}")
+        checked = CheckResult(unchecked=f"it failed: {type(failure).__name__}")
     state.report.check = checked.to_json()
     differ = ranks.find_difference(f"agrees with stock: {checked.agrees}")
     if state.unsupported is not None:  # a forward of the check could not be cut, and has said why
@@ -241,9 +241,9 @@ def _check_start(runner: Any, state: ModelState) -> Checked:
         reason = f"{check.UNCHECKED}: {checked.unchecked}"
         _turn_off(state, ServerRefusal(reason, is_logged=False), "nothing was compared")
     elif not checked.agrees:
-        _turn_off(state, check.FAILED, checked)
+        _turn_off(state, check.CHECK_FAILED, checked)
     elif differ is not None:
-        _turn_off(state, check.FAILED, "another rank's differs")
+        _turn_off(state, check.CHECK_FAILED, "another rank's differs")
     return checked
 
 

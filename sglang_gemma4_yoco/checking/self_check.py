@@ -20,18 +20,22 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, counters, settings
-from sglang_gemma4_yoco.checking import layerwise, requests, rounding
+from sglang_gemma4_yoco.checking import layerwise, rounding, synthetic_requests
 from sglang_gemma4_yoco.checking.layerwise import Stock
-from sglang_gemma4_yoco.checking.requests import NotComparableError, Run, SyntheticRequests
 from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.checking.synthetic_requests import (
+    ForwardResult,
+    NotComparableError,
+    SyntheticRequests,
+)
 from sglang_gemma4_yoco.core.forward import serve_forward
 from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState, get_state
+from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
-from sglang_gemma4_yoco.replaced import replaced
 
-FAILED = ServerRefusal("its self-check at start failed", is_logged=False)
+CHECK_FAILED = ServerRefusal("its self-check at start failed", is_logged=False)
 UNCHECKED = "its self-check at start could not be run"
 NOT_FINITE = "stock's own answers are not finite numbers"
 NOT_SEEN = "such prefills run in no way that could be seen"  # replayed from a CUDA graph
@@ -50,7 +54,7 @@ class FastPathError(Exception):
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """The result of the check: the worst comparison, or why nothing was compared."""
 
     worst: Difference | None = None
@@ -59,7 +63,7 @@ class Checked:
 
     @property
     def agrees(self) -> bool:
-        """Whether prefills may be cut: nothing differs, or the operator wants no check."""
+        """True if prefills may be cut: nothing differs, or the operator wants no check."""
         if self.worst is None:
             return self is NOT_WANTED
         return self.worst.is_rounding
@@ -85,30 +89,30 @@ class Checked:
 
 
 #: The result where the operator wants no check, on all ranks.
-NOT_WANTED = Checked(unchecked=f"{settings.name_of('self_check')}=0")
+NOT_WANTED = CheckResult(unchecked=f"{settings.name_of('self_check')}=0")
 
 
-def check_model(runner: Any, state: ModelState) -> Checked:
+def check_model(runner: Any, state: ModelState) -> CheckResult:
     """Run and compare on a ``ModelRunner`` that serves no request; what was written is put back."""
     began = time.monotonic()
     found = list[Difference]()
     try:
-        for lengths in requests.choose_batches(runner, state):
+        for lengths in synthetic_requests.choose_batches(runner, state):
             with run_both_paths(runner, state, lengths) as both:
                 found += both.findings()
                 if state.on_gpu:
                     both.compile_kernels(runner)
         worst = rounding.find_worst(found)
     except NotComparableError as why:
-        return Checked(unchecked=str(why))
+        return CheckResult(unchecked=str(why))
     except FastPathError:
         worst = rounding.make_defect(RAISED)
-    return Checked(worst, time.monotonic() - began)
+    return CheckResult(worst, time.monotonic() - began)
 
 
 @contextmanager
 def run_both_paths(
-    runner: Any, state: ModelState, lengths: Sequence[requests.Lengths] = ()
+    runner: Any, state: ModelState, lengths: Sequence[synthetic_requests.Lengths] = ()
 ) -> Iterator[BothPaths]:
     """Both paths, stock watched on synthetic requests already; or ``NotComparableError``.
 
@@ -118,8 +122,8 @@ def run_both_paths(
     with ExitStack() as stack:
         graphs = compat.server.get_captured_prefills(runner)
         if graphs is not None:  # prefills run eagerly
-            stack.enter_context(replaced(graphs, can_run_graph=lambda _: False))
-        synthetic = requests.make_synthetic_requests(runner, state, lengths)
+            stack.enter_context(patched(graphs, can_run_graph=lambda _: False))
+        synthetic = synthetic_requests.make_synthetic_requests(runner, state, lengths)
         yield BothPaths(state, stack.enter_context(synthetic))
 
 
@@ -192,7 +196,7 @@ class BothPaths:
         def run(input_ids: Any, positions: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:  # noqa: ARG001
             return serve_forward(get_state(state.model), forward_batch, forward)
 
-        with replaced(state.model, forward=run):
+        with patched(state.model, forward=run):
             seen, before = self._cut(state, starts, self._before_cut, finishes=finishes)
         found = forward.found + before
         replays = state.captured is not None
@@ -208,7 +212,7 @@ class BothPaths:
         state, given = self._state, self._stock.layer_inputs
 
         def force(number: int, _: Any, __: Any, call: dict[str, Any]) -> None:
-            state.kind.view_rows(call["hidden_states"]).copy_(given[number])
+            state.adapter.view_rows(call["hidden_states"]).copy_(given[number])
 
         with layerwise.call_before_layers(state, range(state.cut_layer), force):
             seen, found = self._cut(state)
@@ -222,7 +226,7 @@ class BothPaths:
         starts: Sequence[int] | None = None,
         given: Mapping[int, Any] | None = None,
         **kind: bool,
-    ) -> tuple[Run, list[Difference]]:
+    ) -> tuple[ForwardResult, list[Difference]]:
         """Run a forward that must be cut; its K and V of layers before the cut are compared."""
         run = self._requests.run(state, starts, given=given, **kind)
         if run.outcome == counters.FAILED:
