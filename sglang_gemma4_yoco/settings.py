@@ -55,7 +55,7 @@ class Settings:
         None,
         _FROM_0,
         "the KV-shared layers are captured in CUDA graphs for up to so many rows of a prefill; "
-        "0: they are not captured; unset: for as many rows as are worth it",
+        "0: they are not captured; unset: up to 32 rows",
     )
     self_check: bool = _setting(
         True, _FLAG, "1 to compare prefills with stock SGLang's when the server starts, 0 not to"
@@ -86,7 +86,7 @@ class Settings:
         (),
         _NAMES,
         "other people's code that reads no row but the kept ones: `module`, or `module.Class`; see "
-        "docs/help.md",
+        "docs/not_active.md",
     )
 
 

@@ -1,8 +1,8 @@
-"""Would the fast path be active on a server with these flags?
+"""Predict whether fast prefill would be active on a server with these flags.
 
 It starts no server, opens no port and takes no memory of a GPU. SGLang is imported in this process,
-loads its plugins and resolves the flags as it would in a server. Exit status: 0 if the path would
-be active, 1 if not, 2 if that cannot be determined here.
+loads its plugins and resolves the flags as it would in a server. Exit status: 0: it would be
+active; 1: it would not; 2: unknown here.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 
 from sglang_gemma4_yoco import __version__, plugin, settings
-from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, Report
+from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, Report, check_model
 
 #: SGLang's own: the plugins that it loads, by their names with commas between; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"
@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
         _versions(report)
         _settings(report)
         _discovery(report)
+        given, flags = _read_flags(args)
+        check_model(given.model_path)
         with redirect_stdout(unseen), redirect_stderr(unseen):  # what SGLang prints
             from sglang.srt.plugins import load_plugins
 
@@ -43,13 +45,25 @@ def run(args: argparse.Namespace) -> int:
                 report.refusals.append(why)
             from sglang_gemma4_yoco.commands import preflight
 
-            preflight.examine(report, args.model_path, args.flags)
+            preflight.examine(report, given, flags)
     except (CommandError, ImportError) as failure:  # ImportError: of a part of SGLang
         if isinstance(failure, ImportError) and plugin.is_ours(failure):
             raise
         report.unknowns.append(str(failure))
     report.show(args.json)
     return report.exit_status
+
+
+def _read_flags(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
+    """Return the model, its revision, and all flags of the server."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model", nargs="?")
+    parser.add_argument("--revision", nargs="?")
+    flags = args.flags
+    if args.model_path is not None:
+        flags = ["--model-path", args.model_path, *flags]
+    given, _ = parser.parse_known_args(flags)  # of two models the last one counts, as in SGLang
+    return given, flags
 
 
 def _versions(report: Report) -> None:

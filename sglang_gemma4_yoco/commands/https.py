@@ -41,4 +41,6 @@ def explain_failure(failure: BaseException) -> str:
         remedies = "name its issuer's (--cacert FILE), use a name that is in it, or --insecure"
         return f"its certificate is not trusted ({cause.verify_message}): {remedies}"
     why = getattr(cause, "reason", None) or getattr(cause, "strerror", None) or cause
+    if isinstance(cause, ConnectionRefusedError):
+        return f"no answer ({why}): is the server ready, and is this its host and port?"
     return f"no answer ({why}): expected http://HOST:PORT, or https:// if it has a certificate"

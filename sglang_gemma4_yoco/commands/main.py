@@ -19,7 +19,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the command."""
-        super().error(redact(message))
+        shown = redact(message)
+        if shown.startswith("unrecognized arguments"):
+            shown += " (`doctor` and `verify` take a server's flags after `--`)"
+        super().error(shown)
 
 
 def exit_on_signals() -> None:
@@ -37,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = argv
     if words is None:
         words = sys.argv[1:]
-    learn_secrets(words)  # for the parser's own errors
+    # For the parser's own errors, which show the first word as they show a model: it may be a
+    # misspelt command.
+    learn_secrets(["--model", *words])
     parser = Parser(
         prog="sglang-gemma4-yoco", description="Commands for YOCO fast prefill of Gemma 4 in SGLang"
     )

@@ -31,8 +31,12 @@ _QUANTISATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
 _QUANTISING = ("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile")
 
 
-def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
-    """Add everything that needs SGLang, which has loaded its plugins."""
+def examine(report: Report, given: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Add everything that needs SGLang, which has loaded its plugins.
+
+    Args:
+        given: the model and its revision, which ``flags`` name as well.
+    """
     report.entries["plugins"]["installed"] = patch.installed
     untested = unsupported.find_release_reason()
     if untested is not None:
@@ -42,14 +46,6 @@ def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
             "SGLang",
             f"{compat.release.INSTALLED} was not tested: {unsupported.RUNS_UNTESTED}",
         )
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model-path", "--model", nargs="?")
-    parser.add_argument("--revision", nargs="?")
-    if model is not None:
-        flags = ["--model-path", model, *flags]
-    given, _ = parser.parse_known_args(flags)  # of two models the last one counts, as in SGLang
-    if not given.model_path:
-        raise CommandError("no model is named: give --model-path")
     config, adapter = _model(report, given.model_path, given.revision)
     if adapter is None:
         report.refusals.append(metrics.NO_MODEL)
@@ -115,8 +111,8 @@ def _server(
             runtime_context.publish(args, role="scheduler", ranks=ranks)
     except SystemExit as refused:
         error = printed.getvalue().partition(": error: ")[2].partition("\n")[0]
-        why = error or "with --help or --version they start no server"
-        raise CommandError(f"the server's flags: {why}") from refused
+        why = error or "--help or --version"
+        raise CommandError(f"the server would not start with these flags: {why}") from refused
     except Exception as failure:  # SGLang's own, of whatever kind
         why = " ".join(f"{type(failure).__name__}: {failure}".split())
         unknown = f"SGLang does not resolve these flags on this machine ({why})"

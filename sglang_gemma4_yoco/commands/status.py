@@ -1,6 +1,6 @@
-"""Is fast prefill active on all schedulers of a server?
+"""Report whether fast prefill is active on all schedulers of a server.
 
-Exit status: 0 yes, 1 no, 2 no answer, or one that does not say so.
+Exit status: 0: active; 1: not active; 2: unknown (no response, or no plugin entry).
 """
 
 import argparse
@@ -94,7 +94,10 @@ def _describe_counts(states: list[Any]) -> str:
 
 def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | None]]:
     """A server's SGLang, and the state of each scheduler; CommandError where none answers."""
-    url, address = args.url, f"{args.url.rstrip('/')}/server_info"
+    url = args.url
+    if "://" not in url:
+        url = f"http://{url}"
+    address = f"{url.rstrip('/')}/server_info"
     trusted = not args.insecure and (args.cacert or True)
     try:
         # As an argument: variables have precedence over what a session has.

@@ -1,4 +1,4 @@
-"""Does fast prefill give the same answers here, and how much faster is it?
+"""Compare the answers and the times of a model with and without fast prefill.
 
 Serves one model twice with the unchanged ``python -m sglang.launch_server``: stock
 (SGLANG_GEMMA4_YOCO=0) and fast (SGLANG_GEMMA4_YOCO=1). Both get the same prompts at temperature 0,
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, counters
-from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, say
+from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, check_model, say
 from sglang_gemma4_yoco.commands.redact import redact, show_flags
 from sglang_gemma4_yoco.commands.verify import page, servers
 from sglang_gemma4_yoco.commands.verify import prompts as kinds
@@ -301,13 +301,6 @@ def serve_both(
     args: argparse.Namespace, document: dict[str, Any]
 ) -> tuple[list[Prompt], VerifyResult]:
     """Start, examine and stop both servers; return what was sent, and what was found."""
-    tokenizer = kinds.load_tokenizer(args.model_path)
-    for flag in args.flags:
-        if f"{flag} ".startswith(_OWN_FLAGS):
-            raise CommandError(
-                f"{flag}: verify has a --model-path and a --device of its own, and speaks http to "
-                "its servers: leave it out behind --"
-            )
     flags = ["--model-path", args.model_path, *args.flags]
     stock, fast = servers.make_pair(flags, args.output, device=args.device)
     run_prefills_eagerly(stock)
@@ -318,9 +311,22 @@ def serve_both(
     prompts, found = list[Prompt](), VerifyResult()
     for group in groups:
         with servers.run_servers(group, 1800):
-            prompts = prompts or fit_prompts(document, args, tokenizer, group[0])
+            prompts = prompts or fit_prompts(document, args, args.tokenizer, group[0])
             examine_servers(group, prompts, found)
     return prompts, found
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise CommandError for what is wrong before anything is started or written."""
+    check_model(args.model_path)
+    for flag in args.flags:
+        if f"{flag} ".startswith(_OWN_FLAGS):
+            raise CommandError(
+                f"{flag}: verify has a --model-path and a --device of its own, and speaks http to "
+                "its servers: leave it out behind --"
+            )
+    args.texts = kinds.read_file(args.prompts)
+    args.tokenizer = kinds.load_tokenizer(args.model_path)
 
 
 def begin_document(args: argparse.Namespace) -> dict[str, Any]:
@@ -344,10 +350,10 @@ def run(args: argparse.Namespace) -> int:
     """Serve, ask, judge, show; return the exit status."""
     if find_spec("sglang") is None:
         raise CommandError(NO_SGLANG)
+    check_arguments(args)
     output = args.output or Path(time.strftime("gemma4-yoco-verify-%Y%m%d-%H%M%S"))
     args.device, args.output = find_device(args.device), output.absolute()
     document = begin_document(args)
-    args.texts = kinds.read_file(args.prompts)
     args.output.mkdir(mode=0o700, parents=True, exist_ok=True)
     as_json, as_page = args.output / "verify.json", args.output / "verify.html"
     for earlier in (as_json, as_page):

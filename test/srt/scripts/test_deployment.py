@@ -19,14 +19,22 @@ from scripts.environment import REPO
 from sglang_gemma4_yoco import settings
 
 DEPLOY = REPO / "deploy"
-KUBERNETES, COMPOSE, UNIT = (
-    DEPLOY / name for name in ("kubernetes.yaml", "compose.yaml", "sglang-gemma4.service")
+KUBERNETES, VERIFY, COMPOSE, UNIT = (
+    DEPLOY / name
+    for name in (
+        *("kubernetes/fast/server.yaml", "kubernetes/verify.yaml"),
+        *("compose.yaml", "sglang-gemma4.service"),
+    )
 )
 FILES = (KUBERNETES, COMPOSE, UNIT)
 
 
-def validate(command: Sequence[str | Path]) -> None:
-    """Run a validator, which must accept; skip the test where it is not installed."""
+def validate(command: Sequence[str | Path]) -> str:
+    """Run a validator, which must accept; skip the test where it is not installed.
+
+    Returns:
+        What it printed.
+    """
     beside = Path(sys.executable).parent
     program = shutil.which(command[0], path=f"{beside}:{os.environ['PATH']}")
     if program is None:
@@ -34,10 +42,24 @@ def validate(command: Sequence[str | Path]) -> None:
     done = subprocess.run([program, *command[1:]], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr, done.stderr
+    return done.stdout
 
 
-def test_kubernetes_accepts_the_manifest() -> None:
-    validate(["kubernetes-validate", "--strict", "--quiet", KUBERNETES])
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The manifest of a canary's stock replica."""
+    file = tmp_path_factory.mktemp("kubernetes") / "stock.yaml"
+    file.write_text(validate(["kubectl", "kustomize", KUBERNETES.parents[1] / "stock"]))
+    return file
+
+
+@pytest.mark.parametrize("file", [KUBERNETES, VERIFY], ids=lambda file: file.name)
+def test_kubernetes_accepts_the_manifest(file: Path) -> None:
+    validate(["kubernetes-validate", "--strict", "--quiet", file])
+
+
+def test_kubernetes_accepts_the_stock_replica(stock: Path) -> None:
+    validate(["kubernetes-validate", "--strict", "--quiet", stock])
 
 
 def test_compose_accepts_the_file() -> None:
@@ -51,16 +73,16 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     validate(["systemd-analyze", "verify", unit])
 
 
-def pod(manifest: str = KUBERNETES.read_text()) -> Any:
-    """Return the specification of a Deployment's pods."""
-    return deployment_of(manifest)["spec"]["template"]["spec"]
+def read(manifest: Path, kind: str) -> list[Any]:
+    """Return a manifest's documents of one kind."""
+    documents = yaml.safe_load_all(manifest.read_text())
+    return [one for one in documents if one["kind"] == kind]
 
 
-def deployment_of(manifest: str) -> Any:
-    """Return the only Deployment of a manifest."""
-    documents = yaml.safe_load_all(manifest)
-    [deployment] = [one for one in documents if one["kind"] == "Deployment"]
-    return deployment
+def pod(manifest: Path = KUBERNETES) -> Any:
+    """Return the specification of the only Deployment's pods."""
+    [deployment] = read(manifest, "Deployment")
+    return deployment["spec"]["template"]["spec"]
 
 
 def flags_of_server(file: Path) -> list[str]:
@@ -89,8 +111,9 @@ def test_a_first_start_has_half_an_hour() -> None:
 def test_doctor_gets_the_model_of_the_server() -> None:
     [doctor], [server] = pod()["initContainers"], pod()["containers"]
     [command] = doctor["args"]
-    model = server["args"][0].removeprefix("--model-path=")
-    assert f"doctor --model-path {model} -- " in command
+    model, _, _, ranks, _ = server["args"]
+    for flag in (model, ranks):
+        assert flag.replace("=", " ") in command
     for name in ("env", "resources", "volumeMounts", "image"):
         assert doctor[name] == server[name]
 
@@ -114,17 +137,39 @@ def test_the_switch_is_there_and_caches_are_kept(file: Path) -> None:
         assert re.search(rf"{variable}\W.*/\w*cache/", text)
 
 
-def test_the_stock_replica_of_a_canary_is_another_deployment() -> None:
-    """By the command of docs/deploying.md, up to the pipe into kubectl."""
-    page = (REPO / "docs" / "deploying.md").read_text()
-    found = re.search(r"^(sed (?s:.*?)) \| kubectl apply -f -$", page, re.MULTILINE)
-    assert found is not None
-    command = found[1].replace("\\\n", " ")
-    stock = subprocess.run(command, shell=True, cwd=REPO, capture_output=True, text=True).stdout
-    one, other = deployment_of(KUBERNETES.read_text()), deployment_of(stock)
-    assert one["metadata"]["name"] != other["metadata"]["name"]
-    labels = other["spec"]["template"]["metadata"]["labels"]
-    assert other["spec"]["selector"]["matchLabels"] == labels
-    assert one["spec"]["selector"]["matchLabels"] != labels
-    [container] = pod(stock)["containers"]
-    assert container["env"][0] == {"name": settings.SWITCH, "value": "0"}
+def test_verify_runs_what_is_served() -> None:
+    """The image, the model, the caches and the GPU are the Deployment's."""
+    [job], [server] = read(VERIFY, "Job"), pod()["containers"]
+    verifying = job["spec"]["template"]["spec"]
+    [verify] = verifying["containers"]
+    assert verifying["volumes"] == pod()["volumes"]
+    assert verify["env"] == server["env"][1:]  # but the switch
+    assert verify["args"][0] == server["args"][0]
+    for name in ("image", "resources", "volumeMounts"):
+        assert verify[name] == server[name]
+
+
+def test_the_stock_replica_stands_beside_the_canary(stock: Path) -> None:
+    """Each has a Service of its own, and one Service has both; the cache is the canary's."""
+    selected = []
+    for manifest in (KUBERNETES, stock):
+        [deployment] = read(manifest, "Deployment")
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        assert deployment["spec"]["selector"]["matchLabels"] == labels
+        selected.append(labels)
+    fast, other = selected
+    shared, own = (one["spec"]["selector"] for one in read(KUBERNETES, "Service"))
+    [others] = read(stock, "Service")
+    assert (own, others["spec"]["selector"]) == (fast, other)
+    assert shared.items() == fast.items() & other.items()
+    assert not read(stock, "PersistentVolumeClaim")
+    assert pod(stock)["volumes"] == pod()["volumes"]
+    [one], [server] = pod()["containers"], pod(stock)["containers"]
+    switch = {"name": settings.SWITCH, "value": "0"}
+    assert server == {**one, "env": [switch, *one["env"][1:]]}
+
+
+def test_names_of_the_stock_replica_are_its_own(stock: Path) -> None:
+    for kind in ("Deployment", "Service"):
+        [one] = read(stock, kind)
+        assert one["metadata"]["name"] == "sglang-gemma4-stock"

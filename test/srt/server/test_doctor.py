@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,14 +263,15 @@ def test_a_plugin_that_refuses_this_sglang(served: list[str], tmp_path: Path) ->
     ids=["default", "unchecked", "wanted"],
 )
 def test_a_release_that_was_not_tested(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, bool], refusals: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, bool], refusals: list[str]
 ) -> None:
     """The reason is a server's own."""
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     report = Report(entries={"plugins": {}})
     report.begin("Model")
-    with settings_changed(**changed), pytest.raises(CommandError, match="no model is named"):
-        preflight.examine(report, None, [])
+    given = Namespace(model_path=str(tmp_path), revision=None)
+    with settings_changed(**changed), pytest.raises(CommandError, match="cannot be read"):
+        preflight.examine(report, given, [])
     assert len(report.refusals) == len(refusals)
     for shown, part in zip(report.refusals, refusals, strict=True):
         assert part in shown

@@ -109,7 +109,8 @@ def test_what_watches_the_metrics_asks_for_those_that_there_are(
     text = (REPO / "docs" / "monitoring" / file).read_text().replace('\\"', '"')
     named = set(re.findall(r"sglang:\w+", text))
     assert named
-    measured_samples, known = samples(measured), {"instance"}
+    # Prometheus adds these; the last two where it is told to.
+    measured_samples, known = samples(measured), {"instance", "pod", "track"}
     assert named <= measured_samples.keys()
     pairs: set[tuple[str, str]] = set()
     for name in named:

@@ -164,9 +164,12 @@ def test_other_http_servers(capsys: Captured) -> None:
     assert refusal(capsys, url).startswith(f"error: {url}: no answer (")  # it has ended
 
 
-@pytest.mark.parametrize(
-    "url", ["localhost:30000", "127.0.0.1", "http://", "http://localhost:port", "ftp://a", ""]
-)
+def test_an_address_without_http(capsys: Captured) -> None:
+    with http(200, ACTIVE) as url:
+        assert report(capsys, url.removeprefix("http://"))[0] == 0
+
+
+@pytest.mark.parametrize("url", ["http://", "http://localhost:port", "ftp://a"])
 def test_what_is_no_url(capsys: Captured, url: str) -> None:
     line = refusal(capsys, url)
     assert line.startswith(f"error: {url}: no answer (")
@@ -269,7 +272,7 @@ def test_https_is_spoken_where_http_is_not(certificate: Path, capsys: Captured) 
             assert line.endswith(remedy)
     for one in asked:
         line = of_https(refusal(capsys, one))
-        assert line == f"error: {one}: no answer (Connection refused){remedy}"
+        assert line.startswith(f"error: {one}: no answer (Connection refused): is the server ready")
 
 
 # ---------------------------------------------------------------- secrets

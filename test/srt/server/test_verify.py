@@ -322,7 +322,7 @@ def test_the_switch_is_checked(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model-path", "/no/such/model"], "--model-path /no/such/model has no tokenizer: "),
+        (["--model-path", "/no/such/model"], "directory /no/such/model does not exist"),
         (["--model-path", "{tmp}"], " has no tokenizer: "),
         (["--prompts", "{tmp}/none"], "No such file or directory: '"),
         (["--prompts", "{tmp}/empty"], "/empty has no prompt"),
@@ -350,6 +350,7 @@ def test_what_cannot_be_verified(
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert said in error
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
 def test_the_demo_refuses_what_verify_does_not_take(tmp_path: Path) -> None:

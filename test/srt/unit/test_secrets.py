@@ -89,6 +89,7 @@ def test_nothing_of_verify_has_a_secret(
         document |= {"problems": [quoted(flags)], "left_out": {"a kind": quoted(flags)}}
         return None, None
 
+    monkeypatch.setattr(verify, "check_arguments", lambda _: None)
     monkeypatch.setattr(verify, "serve_both", serve)
     monkeypatch.setattr(verify, "conclude", lambda *_: None)
     command = "verify --device cpu --model-path x --output here -- --dtype float32"
@@ -127,7 +128,7 @@ def test_nothing_of_verify_has_a_secret(
         "verify --apikey MARK",
         "doctor --apikey MARK -- --device cpu",
         "--apikey MARK",
-        "MARK",
+        "--apikey=MARK",
     ],
 )
 def test_no_secret_is_in_an_error(line: str, folder: Path, capsys: Captured) -> None:
@@ -140,6 +141,22 @@ def test_no_secret_is_in_an_error(line: str, folder: Path, capsys: Captured) -> 
     assert status == 2
     assert "error: " in err
     assert not list(places(out=out, err=err, folder=folder))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("benchmark", "invalid choice: 'benchmark'"),
+        (
+            "doctor --model-path x --tp 2",
+            "(`doctor` and `verify` take a server's flags after `--`)",
+        ),
+    ],
+)
+def test_an_error_names_what_to_mend(line: str, said: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert said in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- scripts
