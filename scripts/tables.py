@@ -140,15 +140,16 @@ def list_backend_modes() -> Rows:
 
 
 def list_cards() -> Rows:
-    """Yield GPUs: what SGLang chooses there for Gemma 4, and how far each feature was tried."""
+    """Yield GPUs: what SGLang chooses there for Gemma 4, what happens, and how far it was tried."""
     from sglang_gemma4_yoco.compat import backends
 
     refused = backends.list_flags(backends.judge(backends.GEMMA4), backends.STOCK)
     for card, (architecture, flag) in CARDS.items():
-        features = TRIED.get(card, ("read",) * 3)
+        happens = NOTES.get(card, "active")
         if flag in refused:
-            features = ("stock",) * 3
-        yield card, architecture, f"`{flag}`", *features
+            happens = "stock"
+        features = TRIED.get(card, ("read",) * 3)
+        yield card, architecture, f"`{flag}`", happens, *features
 
 
 def describe_backend(row: Backend) -> str:
@@ -280,10 +281,16 @@ def list_releases() -> Rows:
 # ---------------------------------------------------------------- predicted
 
 
-def list_predicted(part: str, columns: Sequence[str]) -> Rows:
-    """Yield what ``bench/predict.py`` has written of the cases that have all these columns."""
+def list_predicted(part: str, columns: Sequence[str], lengths: Sequence[int] = ()) -> Rows:
+    """Yield what ``bench/predict.py`` has written of the cases that have all these columns.
+
+    Args:
+        lengths: of prompts, in tokens; all if there are none.
+    """
     document = json.loads((RESULTS.parent / "predicted.json").read_text())
     for case in document[part]:
+        if lengths and case["tokens"] not in lengths:
+            continue
         if case.keys() >= set(columns):
             yield [case[column] for column in columns]
 
@@ -299,6 +306,11 @@ CARDS = {
     "RTX 5090": ("SM120", "triton"),
     "MI300X": ("gfx942", "triton"),
 }
+#: Where "active" has an exception.
+NOTES = {
+    "B200": "active, without [audits](checks.md#audits)",
+    "MI300X": "active in bf16; [fp8 falls back to stock](quantised.md)",
+}
 #: What was tried there: cut prefills, the captured tail, exits; else SGLang's source was read.
 TRIED = {
     "H100": ("rehearsed", "rehearsed", "rehearsed"),
@@ -308,6 +320,7 @@ README, SUMMARY, LONG = "README.md", "benchmark/README.md", "benchmark/results/R
 GPU = "benchmark/on_a_gpu.md"
 COMPARED = ("measured", "expected")
 REPLAYED = ("model", "tokens", "stock", "stock replayed", "captured", "both")
+REPLAYED_ON_AN_H100 = partial(list_predicted, "H100", REPLAYED, (128, 512, 2048, 8192))
 PUBLISHED = ("link", "model", "gpu", "what", *COMPARED, "differs")
 CHECKED = ("run", "model", "tokens", "way", *COMPARED)
 PROFILE = ("host_ms", "whole_ms", "device_idle_ms", "kernels")
@@ -322,7 +335,7 @@ TABLES = (
     Table("docs/settings.md", "settings", list_settings),
     Table("docs/upstream.md", "methods", list_methods),
     Table("docs/compatibility.md", "releases", list_releases),
-    Table("docs/prefill_graphs.md", "predicted ms", partial(list_predicted, "H100", REPLAYED)),
+    Table("docs/prefill_graphs.md", "predicted ms", REPLAYED_ON_AN_H100),
     Table(GPU, "predicted", partial(list_predicted, "H100", ("model", "tokens", "range"))),
     Table(GPU, "checked", partial(list_predicted, "cases", CHECKED)),
     Table(README, "published", partial(list_predicted, "cases", ("brief", *COMPARED))),
