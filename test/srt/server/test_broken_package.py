@@ -42,7 +42,7 @@ def test_it_is_found_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
         assert_all_stock(server.prefills(since=mark))
         [scheduler] = server.states()
         state = scheduler[metrics.SERVER_INFO_ENTRY]
-        assert (state["active"], state["reason"]) == (False, check.CHECK_FAILED)
+        assert (state["active"], state["reason"]) == (False, check.CHECK_FAILED.text)
         assert state["check"]["largest_difference"] > 10 * state["check"]["allowed"]
         assert main(["status", server.url]) == 1
         [line] = server.log_lines("is off for this server")
