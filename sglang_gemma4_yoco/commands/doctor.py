@@ -38,9 +38,7 @@ def run(args: argparse.Namespace) -> int:
             from sglang.srt.plugins import load_plugins
 
             load_plugins()  # first, as in a server
-            why = plugin.why_not_installed
-            if why is not None and why not in report.refusals:
-                report.refusals.append(why)
+            report.refuse(plugin.why_not_installed)
             from sglang_gemma4_yoco.commands import preflight
 
             preflight.examine(report, args.model_path, args.flags)
@@ -57,7 +55,8 @@ def _versions(report: Report) -> None:
     if find_spec("sglang") is None:
         raise CommandError(NO_SGLANG)
     found = {"version": __version__, "sglang": version("sglang"), "torch": version("torch")}
-    for name, release in {**found, "python": platform.python_version()}.items():
+    found["python"] = platform.python_version()
+    for name, release in found.items():
         report.add(name, release, **{name: release})
 
 
@@ -73,9 +72,9 @@ def _settings(report: Report) -> None:
         try:
             # Other settings may be 0 as well, and the path is on all the same.
             if settings.parse(name, value) is False and name == settings.SWITCH:
-                report.refusals.append(f"{name}={value}")
+                report.refuse(f"{name}={value}")
         except ValueError as invalid:
-            report.refusals.append(str(invalid))
+            report.refuse(invalid)
     for name in sorted(os.environ.keys() - settings.VARIABLES.keys()):
         if name.startswith(settings.SWITCH):
             report.add(name, "is not a setting of this version, and is ignored: misspelt?")
@@ -90,9 +89,9 @@ def _discovery(report: Report) -> None:
     report.add("found by SGLang", ", ".join(found) or "none")
     if plugin.NAME not in found:
         missing = "the plugin is not registered in this environment"
-        report.refusals.append(f"{missing}: pip install --no-deps . in a checkout of it")
+        report.refuse(f"{missing}: pip install --no-deps . in a checkout of it")
     if allowed is not None:
         report.add(RESTRICTION, allowed)
         if plugin.NAME not in {name.strip() for name in allowed.split(",")}:
             wrong = f"{RESTRICTION}={allowed} leaves {plugin.NAME} out"
-            report.refusals.append(f"{wrong}: add it, or unset it")
+            report.refuse(f"{wrong}: add it, or unset it")
