@@ -73,8 +73,8 @@ class Report:
         self.entries |= entries
 
     def refuse(self, refusal: object | None) -> None:
-        """Add a reason why the path would not be active, if there is one."""
-        if refusal is not None:
+        """Add a reason why the path would not be active, if there is one, and it is new."""
+        if refusal is not None and str(refusal) not in self.refusals:
             self.refusals.append(str(refusal))
 
     @property
@@ -91,8 +91,7 @@ class Report:
         status, reasons = self.exit_status, [*self.refusals, *self.unknowns]
         if as_json:
             judged = {"active": _ACTIVE[status], "reason": next(iter(reasons), None)}
-            judged |= self.entries
-            say(judged | {"refusals": self.refusals, "unknowns": self.unknowns})
+            say({**judged, **self.entries, "refusals": self.refusals, "unknowns": self.unknowns})
             return
         lines = [*self.lines, f"\n{_VERDICTS[status]}", *(f"  {reason}" for reason in reasons)]
         say("\n".join(lines))

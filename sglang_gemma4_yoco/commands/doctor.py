@@ -9,6 +9,7 @@ import argparse
 import io
 import os
 import platform
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import entry_points, version
 from importlib.util import find_spec
@@ -34,18 +35,18 @@ def run(args: argparse.Namespace) -> int:
         _versions(report)
         _settings(report)
         _discovery(report)
-        given, flags = _read_flags(args)
-        check_model(given.model_path)
+        flags = args.flags
+        if args.model_path is not None:
+            flags = ["--model-path", args.model_path, *flags]
+        check_model(_find_model(flags))
         with redirect_stdout(unseen), redirect_stderr(unseen):  # what SGLang prints
             from sglang.srt.plugins import load_plugins
 
             load_plugins()  # first, as in a server
-            why = plugin.why_not_installed
-            if why is not None and why not in report.refusals:
-                report.refusals.append(why)
+            report.refuse(plugin.why_not_installed)
             from sglang_gemma4_yoco.commands import preflight
 
-            preflight.examine(report, given, flags)
+            preflight.examine(report, flags)
     except (CommandError, ImportError) as failure:  # ImportError: of a part of SGLang
         if isinstance(failure, ImportError) and plugin.is_ours(failure):
             raise
@@ -54,16 +55,13 @@ def run(args: argparse.Namespace) -> int:
     return report.exit_status
 
 
-def _read_flags(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
-    """Return the model, its revision, and all flags of the server."""
+def _find_model(flags: Sequence[str]) -> str | None:
+    """Return the model that these flags of a server name: the last one, as in SGLang."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
-    parser.add_argument("--revision", nargs="?")
-    flags = args.flags
-    if args.model_path is not None:
-        flags = ["--model-path", args.model_path, *flags]
-    given, _ = parser.parse_known_args(flags)  # of two models the last one counts, as in SGLang
-    return given, flags
+    given, _ = parser.parse_known_args(flags)
+    model: str | None = given.model_path
+    return model
 
 
 def _versions(report: Report) -> None:
@@ -71,7 +69,8 @@ def _versions(report: Report) -> None:
     if find_spec("sglang") is None:
         raise CommandError(NO_SGLANG)
     found = {"version": __version__, "sglang": version("sglang"), "torch": version("torch")}
-    for name, release in {**found, "python": platform.python_version()}.items():
+    found["python"] = platform.python_version()
+    for name, release in found.items():
         report.add(name, release, **{name: release})
 
 
@@ -87,9 +86,9 @@ def _settings(report: Report) -> None:
         try:
             # Other settings may be 0 as well, and the path is on all the same.
             if settings.parse(name, value) is False and name == settings.SWITCH:
-                report.refusals.append(f"{name}={value}")
+                report.refuse(f"{name}={value}")
         except ValueError as invalid:
-            report.refusals.append(str(invalid))
+            report.refuse(invalid)
     for name in sorted(os.environ.keys() - settings.VARIABLES.keys()):
         if name.startswith(settings.SWITCH):
             report.add(name, "is not a setting of this version, and is ignored: misspelt?")
@@ -104,9 +103,9 @@ def _discovery(report: Report) -> None:
     report.add("found by SGLang", ", ".join(found) or "none")
     if plugin.NAME not in found:
         missing = "the plugin is not registered in this environment"
-        report.refusals.append(f"{missing}: pip install --no-deps . in a checkout of it")
+        report.refuse(f"{missing}: pip install --no-deps . in a checkout of it")
     if allowed is not None:
         report.add(RESTRICTION, allowed)
         if plugin.NAME not in {name.strip() for name in allowed.split(",")}:
             wrong = f"{RESTRICTION}={allowed} leaves {plugin.NAME} out"
-            report.refusals.append(f"{wrong}: add it, or unset it")
+            report.refuse(f"{wrong}: add it, or unset it")

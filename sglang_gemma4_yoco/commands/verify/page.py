@@ -84,12 +84,16 @@ def _align(rows: Rows) -> list[str]:
 
 def render_page(document: Mapping[str, Any]) -> str:
     """Return the page: one HTML file that needs no network."""
-    from jinja2 import Environment, StrictUndefined  # comes with PyTorch
+    from jinja2 import StrictUndefined, Template  # comes with PyTorch
 
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    template: Template = Template(
+        _TEMPLATE.read_text("utf-8"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return environment.from_string(_TEMPLATE.read_text("utf-8")).render(
+    return template.render(
         document=document,
         verdict=VERDICTS[document["agrees"]],
         rule=RULES[document["exact"]],

@@ -248,16 +248,6 @@ def summarise_times(prompts: Sequence[Prompt], answers: Answers) -> list[dict[st
     return summarised
 
 
-def note_missing_hit(
-    left_out: dict[str, str], prompts: Sequence[Prompt], answers: Sequence[Answer]
-) -> None:
-    """Note where no prompt with a shared prefix has hit the prefix cache."""
-    for prompt, answer in zip(prompts, answers, strict=True):
-        if prompt.kind == kinds.PREFIX and answer.cached_tokens:
-            return
-    left_out[kinds.PREFIX] = "no hit of the prefix cache"
-
-
 def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: VerifyResult) -> None:
     """Compare, judge, and put all figures into the document."""
     compare = partial(compare_by_kind, prompts, found.answers)
@@ -278,7 +268,6 @@ def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: VerifyR
         agreement[kind] = {way: own[kind].figures() for way, own in compared.items()}
     if failed := sum(forwards[counters.FAILED] for forwards in found.rounds.values()):
         problems.append(f"{failed} prefills failed on the fast path; see server-on.log")
-    note_missing_hit(document["left_out"], prompts, found.answers[True, ALONE])
     times = summarise_times(prompts, found.answers)
     document |= {
         "active": True,

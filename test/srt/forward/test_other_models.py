@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sglang.srt.models import gemma3n_causal, gemma4_causal
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
+from sglang.srt.server_args import ServerArgs
 
 from harness.batches import BATCHES, new_rows
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
@@ -99,7 +100,7 @@ def test_a_model_of_which_sglang_lacks_a_name(
     with monkeypatch.context() as lacking:
         lacking.delattr(module, name)
         restarted()
-        preflight._model(report, str(tiny_checkpoint), None)
+        preflight._model(report, ServerArgs(model_path=str(tiny_checkpoint)))
         if module is gemma3n_causal:
             assert report.refusals == []
             assert_fast(engine)

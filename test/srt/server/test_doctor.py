@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +66,9 @@ def answers(
     (directory / "modelopt" / "config.json").write_text(
         (tiny_checkpoint / "config.json").read_text()
     )
-    (directory / "modelopt" / "hf_quant_config.json").write_text("{}")
+    (directory / "modelopt" / "hf_quant_config.json").write_text(
+        '{"quantization": {"quant_algo": "FP8"}}'
+    )
     gemma3n.write_config(directory / "gemma3n", gemma3n.E2B_TINY, multimodal=True)
     calls: dict[str, list[str]] = {}
     for flags in OF_THE_TINY_MODEL:
@@ -269,9 +270,8 @@ def test_a_release_that_was_not_tested(
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     report = Report(entries={"plugins": {}})
     report.begin("Model")
-    given = Namespace(model_path=str(tmp_path), revision=None)
-    with settings_changed(**changed), pytest.raises(CommandError, match="cannot be read"):
-        preflight.examine(report, given, [])
+    with settings_changed(**changed), pytest.raises(CommandError, match="required: --model-path"):
+        preflight.examine(report, [])
     assert len(report.refusals) == len(refusals)
     for shown, part in zip(report.refusals, refusals, strict=True):
         assert part in shown

@@ -286,8 +286,7 @@ def test_the_document() -> None:
     assert document["agrees"] is document["active"] is document["answers_equal"] is True
     assert document["max_logprob_diff"] == pytest.approx(1e-5)
     assert (document["ttft_off_s"], document["ttft_on_s"], document["ratio"]) == (0.4, 0.2, 2.0)
-    # No prefix hit, though nothing shows that the cache is off.
-    assert document["left_out"].keys() == {prompts.CHUNKS, prompts.PREFIX}
+    assert document["left_out"].keys() == {prompts.CHUNKS}
     assert document["rounds"][ALONE][counters.TAIL_EAGER] == 7
     assert "3 prefills failed" in outcome(0.0, failed=3)["problems"][0]
     assert outcome(math.nan)["max_logprob_diff"] is None
