@@ -40,14 +40,6 @@ def say(content: Any, file: TextIO | None = None, indent: int | None = None) -> 
     print(shown, file=file, flush=True)
 
 
-def check_model(model: str | None) -> None:
-    """Raise CommandError if no model is named, or if its directory is missing."""
-    if not model:
-        raise CommandError("no model is named: give --model-path")
-    if model.startswith(("/", ".", "~")) and not Path(model).exists():
-        raise CommandError(f"the model's directory {model} does not exist")
-
-
 def quote_end(log: Path) -> str:
     """The end of a log file, for an error message."""
     last = log.read_text(errors="replace").splitlines()[-25:]

@@ -9,13 +9,12 @@ import argparse
 import io
 import os
 import platform
-from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 
 from sglang_gemma4_yoco import __version__, plugin, settings
-from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, Report, check_model
+from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, Report
 
 #: SGLang's own: the plugins that it loads, by their names with commas between; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"
@@ -38,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         flags = args.flags
         if args.model_path is not None:
             flags = ["--model-path", args.model_path, *flags]
-        check_model(_find_model(flags))
+        if not any(flag.startswith(("--model", "--config")) for flag in flags):
+            raise CommandError("no model is named: give --model-path")
         with redirect_stdout(unseen), redirect_stderr(unseen):  # what SGLang prints
             from sglang.srt.plugins import load_plugins
 
@@ -53,15 +53,6 @@ def run(args: argparse.Namespace) -> int:
         report.unknowns.append(str(failure))
     report.show(args.json)
     return report.exit_status
-
-
-def _find_model(flags: Sequence[str]) -> str | None:
-    """Return the model that these flags of a server name: the last one, as in SGLang."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model-path", "--model", nargs="?")
-    given, _ = parser.parse_known_args(flags)
-    model: str | None = given.model_path
-    return model
 
 
 def _versions(report: Report) -> None:
