@@ -13,7 +13,7 @@ from sglang_gemma4_yoco.core.state import ModelState
 
 NOT_YET = "it is not captured yet"
 GRAPHS_OFF = f"{settings.name_of('graph_rows')}=0"
-NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
+NO_GRAPHS = "SGLang has no full CUDA graphs for decode"
 NOT_DECODING = "it extends, since this release of SGLang was not tested"
 QUANTISED = "the per-layer inputs are quantised"
 SHARED = "K and V of a server that serves are read or written by more than its forwards"

@@ -114,7 +114,7 @@ class Auditor:
         if not compat.server.is_single_rank():
             raise failure
         self._state.after_cut = None
-        log.log_failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
+        log.log_failure("Gemma 4 fast prefill: an audit failed, audits are disabled", failure)
         traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
 
     def _run_again(self, forward: Forward, plan: Plan) -> tuple[list[Difference], Any]:

@@ -88,7 +88,7 @@ class Difference:
     def __str__(self) -> str:
         if self.allowed == 0:
             return self.what
-        return f"{self.what} off by {self.error:.1e}, up to {self.allowed:.1e} is rounding"
+        return f"error {self.error:.1e} ({self.what}), tolerance {self.allowed:.1e}"
 
 
 def make_defect(what: str) -> Difference:

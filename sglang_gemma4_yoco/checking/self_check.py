@@ -72,8 +72,8 @@ class CheckResult:
         if self.worst is None:
             return f"not checked: {self.unchecked}"
         if self.agrees:
-            return f"checked layer by layer: at most {self.worst}"
-        return f"checked layer by layer: {self.worst}"
+            return f"self-check passed: worst {self.worst}"
+        return str(self.worst)
 
     def to_json(self) -> dict[str, Any]:  # for /server_info
         what = error = allowed = None

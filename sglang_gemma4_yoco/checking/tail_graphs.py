@@ -46,8 +46,8 @@ def check_graphs(tail: TailGraphs, runner: Any) -> str | None:
         if not agrees:
             log.log_error(
                 f"Gemma 4 fast prefill: the tail captured for {size} rows differs from the "
-                f"eager one (relative error {largest.error:.1e}, up to "
-                f"{largest.allowed:.1e} is rounding) and is not used"
+                f"eager one (relative error {largest.error:.1e}, tolerance "
+                f"{largest.allowed:.1e}) and is not used"
             )
         differ = ranks.find_difference(f"the graph for {size} rows agrees: {agrees}")
         if not agrees or differ is not None:

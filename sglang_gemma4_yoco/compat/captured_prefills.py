@@ -25,7 +25,7 @@ from sglang_gemma4_yoco.patched import patched
 #: Its CUDA graph backend that captures prefills in segments, with attentions between them.
 BREAKABLE = "breakable"
 #: Why capturing prefills ends a server of a model with shared layers.
-SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
+SHARED_LAYER_IDS = "it rejects layers that share K and V"
 # Where the configuration of a multimodal model has the ids that stand for media.
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 # Where a graph of SGLang's has its exit point.
