@@ -1,6 +1,6 @@
 """SGLang's captured prefills: the fix of their capture, and the replay up to the exit.
 
-SGLang 0.5.22 and 0.5.23 cannot capture prefills of E2B and E4B: it rejects layers that share
+SGLang 0.5.22 and 0.5.23 cannot capture prefills of E2B and E4B: they reject layers that share
 K and V, and a multimodal model is captured with ids and embeddings at once (``docs/upstream``
 has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server does not start.
 """
