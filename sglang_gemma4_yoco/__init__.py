@@ -9,45 +9,45 @@ time so that all other rows skip those layers.
 SGLang loads it by itself through the ``sglang.srt.plugins`` entry point; ``SGLANG_GEMMA4_YOCO=0``
 turns it off. Importing this module imports neither torch nor SGLang.
 
-The path of one prefill. S is the first KV-shared layer of L; layer S-1, the donor, is the last one
-with K and V of its own (in other words: the KV source layer). Layers S-1 to L-1 are the tail (the
+The path of one prefill. S is the first KV-shared layer of L; layer S-1, the donor (KV source
+layer), is the last one with K and V of its own. Layers S-1 to L-1 are the tail (the
 cross-decoder)::
 
-    1  SGLang plans the batch's attention. Then core/plan.py decides on the batch. If it may be cut
-       (core/eligibility.py) and is worth it (core/worth.py), its Plan is stored on it: the kept
-       rows (core/kept_rows.py), the batch as the tail sees it (core/tail_batch.py), and what runs
-       the tail on them, on an attention backend of the tail's own (core/tail.py).
+    1  SGLang plans the batch's attention. Then core/plan.py decides on the batch. If it is eligible
+       (core/eligibility.py) and worth cutting (core/worth.py), its Plan is stored on it: the kept
+       rows (core/kept_rows.py), the tail's view of the batch (core/tail_batch.py), and the runner
+       of the tail, on an attention backend of the tail's own (core/tail.py).
     2  SGLang calls the model. core/forward.py takes the plan from the batch.
-    3  core/cut.py has the model run layers 0 .. S-2 on all rows, by its own loop.
+    3  core/cut.py runs layers 0 .. S-2 on all rows, in the model's own loop.
     4  K and V of layer S-1 are written for all rows.
     5  The tail and the norm run on the kept rows: launched layer by layer, or from a captured graph
        (captured/graphs.py).
-    6  Their rows are scattered into what the model returns. If anything fails, stock serves the
-       batch.
+    6  The kept rows are scattered into the model's output. If any step fails, the batch falls back
+       to stock.
 
 The packages, from the top down. Imports go down, and no two packages import each other. SGLang is
 imported in compat/ and commands/ only. core/ knows no model::
 
-    plugin.py          SGLang's entry point: patch SGLang, or log in one line why not
+    plugin.py          SGLang's entry point: patch SGLang, or log one line with the reason
     commands/          the command line: doctor, status, verify
-    loading/           the start of a process and of a runner
+    loading/           process and runner startup
         patch.py           wraps SGLang's methods
         runner_setup.py    sets up a model: eligibility, captured tail, check, log line
         third_party.py     rules out third-party code on the activation path
         unsupported.py     rules out server arguments, attention backends, KV pools, linear layers;
                            its tests are in unit/test_limits, its documents in docs/modes.md
         metrics.py         /server_info and /metrics
-        published.py       two helpers for code that cuts a batch itself
+        published.py       two helpers for models that cut a batch themselves
     prefill_exits/     exits from SGLang's captured prefills
-        exit_setup.py      repairs SGLang's capture, and opens the exits after a check
+        exit_setup.py      fixes SGLang's capture, and opens the exits after a check
         graph_exits.py     leaves a graph at its exit point, and replays the tail
     checking/          comparisons with stock on this device and with these weights
         self_check.py      once, before the server serves
         audit.py           one of N prefills, while it serves
-        layerwise.py       each step of the fast path on stock's numbers
-        exit_check.py      an exit against the same graph, run to its end
+        layerwise.py       each step of the fast path on stock's inputs
+        exit_check.py      an exit against a full replay of the same graph
         tail_graphs.py     each graph of the tail against the same layers, run eagerly
-        synthetic_requests.py  requests in slots that are restored
+        synthetic_requests.py  requests in KV slots that are restored
         rounding.py        the tolerance of each comparison
     captured/          the tail, captured in CUDA graphs
         lifecycle.py       capture and drop
@@ -61,9 +61,9 @@ imported in compat/ and commands/ only. core/ knows no model::
     compat/            SGLang's symbols, arguments, attention, pools, batches, layers and graphs
         backends.py        the attention backends that each model admits
     counters.py        forwards by outcome
-    refusal.py         reasons for which a batch, or a whole server, runs as stock
+    refusal.py         reasons why a batch, or a whole server, runs as stock
     log.py             log lines, each logged once
-    patched.py         temporary attributes of one object of SGLang's
+    patched.py         temporary attributes of one SGLang object
     settings.py        environment variables, read once
 """
 
@@ -71,7 +71,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     __version__ = version("sglang-gemma4-yoco")
-except PackageNotFoundError:  # a source tree on sys.path that was never installed
+except PackageNotFoundError:  # an uninstalled source tree on sys.path
     __version__ = "0+unknown"
 
 __all__ = ["__version__"]

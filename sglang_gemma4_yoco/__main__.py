@@ -1,4 +1,4 @@
-"""``python -m sglang_gemma4_yoco``, the same as ``sglang-gemma4-yoco``."""
+"""``python -m sglang_gemma4_yoco``: the ``sglang-gemma4-yoco`` command."""
 
 from sglang_gemma4_yoco.commands.main import main
 

@@ -1,4 +1,4 @@
-"""Prefill forwards counted by outcome, and their rows; audits. Decode steps are not counted."""
+"""Counters of prefill forwards by outcome, of their rows, and of audits; not of decode steps."""
 
 import logging
 from collections import Counter
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.refusal import Refusal, ServerRefusal
 
-#: What became of a forward: one of the following, or the reason for which it ran as stock.
+#: The outcome of a forward: one of the following, or the reason why it ran as stock.
 Outcome = str | Refusal
 
 TAIL_EAGER = "active_eager"
 TAIL_CAPTURED = "active_captured"
 TAIL_SKIPPED = "active_intermediate_chunk"
-# The same after an exit from a prefill graph of SGLang's.
+# The same, after an exit from one of SGLang's prefill graphs.
 EXIT_CAPTURED = "exit_captured"
 EXIT_SKIPPED = "exit_intermediate_chunk"
 FAILED = "failed"
-UNSEEN = "unseen"  # planned to be cut, and its forward did not come by this package
+UNSEEN = "unseen"  # eligible, but run by other code
 AT_EXITS = {TAIL_CAPTURED: EXIT_CAPTURED, TAIL_SKIPPED: EXIT_SKIPPED}
 CUT = frozenset({TAIL_EAGER, *AT_EXITS, *AT_EXITS.values()})
 
-#: What holds where so many prefills were unseen, and none was cut.
+#: The state of a server with ``_MANY_UNSEEN`` unseen prefills and none cut.
 NOT_CUT = "set up, but no prefill was cut"
 _MANY_UNSEEN = 20
 
@@ -32,8 +32,8 @@ AGREES, DIFFERS = "agrees", "differs"
 
 @dataclass
 class Audits:
-    """Of the forwards that were run again as stock: how many agreed up to rounding, and how many
-    did not; the largest error, in multiples of rounding.
+    """Audits that agreed with stock up to rounding, and that did not; the largest error, in
+    multiples of the tolerance.
     """
 
     agree: int = 0
@@ -43,13 +43,13 @@ class Audits:
 
 @dataclass(eq=False)
 class Counters:
-    """Counts of forwards. A process runs one at a time, so there is no lock.
+    """Counts of forwards. No lock: a process runs one forward at a time.
 
     Attributes:
-        logs: the first forward that is cut, and the first of each reason, are logged.
+        logs: log the first forward that is cut, and the first of each reason.
         forwards: by outcome.
         rows: by whether the last layer computed them.
-        observers: called with what was counted: in which of the three, as what, and by how much.
+        observers: called with the counter's name, the label, and the increment.
     """
 
     logs: bool = True
@@ -70,28 +70,28 @@ class Counters:
         try:
             for call in self.observers:
                 call(name, label, number)
-        except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
+        except Exception as broken:  # noqa: BLE001 - metrics must not fail a forward
             self.observers.clear()
             log.log_failure("Gemma 4 fast prefill: its metrics are no longer collected", broken)
 
     def count_cut(
         self, describe: Callable[[], str], outcome: str, *, computed: int, skipped: int
     ) -> None:
-        """Count a forward on the fast path; log ``describe()`` at the first one."""
+        """Count a forward on the fast path; log ``describe()`` for the first one."""
         is_first = CUT.isdisjoint(self.forwards)
         self._count_forward(outcome, computed, skipped)
         if is_first and self.logs:
             log.log_once(f"Gemma 4 fast prefill is active: {describe()}")
 
     def count_ineligible(self, refusal: Refusal, rows: int) -> None:
-        """Count a forward that ran as stock; log the reason, unless it was logged before."""
+        """Count a forward that ran as stock; log its reason once."""
         self._count_forward(refusal, rows)
         is_logged_already = isinstance(refusal, ServerRefusal)
         if self.logs and refusal.is_logged and not is_logged_already:
             log.log_once(f"Gemma 4 fast prefill falls back to stock: {refusal}")
 
     def count_unseen(self, rows: int) -> None:
-        """Count a prefill that was to be cut and that some other code has run; warn of many."""
+        """Count an eligible prefill that other code ran; warn of many."""
         self._count_forward(UNSEEN, rows)
         if self.is_unused():
             log.log_once(
@@ -105,12 +105,12 @@ class Counters:
         return self.forwards[UNSEEN] >= _MANY_UNSEEN and CUT.isdisjoint(self.forwards)
 
     def count_failure(self, error: Exception, rows: int) -> None:
-        """Count a forward that failed on the fast path and is served by stock; log the error."""
+        """Count a forward that failed on the fast path and falls back to stock; log the error."""
         self._count_forward(FAILED, rows)
         log_failed_forward(error)
 
     def count_audit(self, excess: float, *, agrees: bool) -> None:
-        """Count a forward that was run again as stock."""
+        """Count an audited forward."""
         self.audits.agree += agrees
         self.audits.differ += not agrees
         self.audits.worst = max(self.audits.worst, excess)
@@ -118,11 +118,11 @@ class Counters:
         self._notify_observers("audits", DIFFERS, int(not agrees))
 
 
-#: Those of this process, which /server_info and /metrics have. No state of a model owns them: a
-#: state is made anew when its runner starts again, and metrics are of a process and only grow.
+#: The process's counters, in /server_info and /metrics. They are not part of a model's state, which
+#: is created again when its runner restarts; metrics must only grow.
 served = Counters()
 
 
 def log_failed_forward(error: Exception) -> None:
-    """Log the error of a forward that stock serves."""
+    """Log the error of a forward that falls back to stock."""
     log.log_failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)

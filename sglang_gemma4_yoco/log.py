@@ -5,11 +5,11 @@ import re
 import traceback
 from collections.abc import Hashable
 
-#: Below SGLang's own, so that its lines go where SGLang's go, whatever the operator has configured.
+#: A child of SGLang's logger, so that its lines follow the operator's logging configuration.
 logger = logging.getLogger("sglang.srt.plugins.gemma4_yoco")
 
 _logged: set[Hashable] = set()
-# Seconds and errors, which differ from one time to the next; counts and sizes are whole numbers.
+# Seconds and errors, which vary between calls; counts and sizes are integers.
 _MEASURED = re.compile(r"\d+\.\d+(e[-+]\d+)?")
 
 
@@ -21,20 +21,20 @@ def is_first(key: Hashable) -> bool:
 
 
 def log_once(line: str, level: int = logging.INFO) -> None:
-    """Log ``line`` the first time in this process, whatever it has measured."""
+    """Log ``line`` once per process; lines that differ only in measured numbers are equal."""
     if is_first(_MEASURED.sub("", line)):
         logger.log(level, "%s", line)
 
 
 def log_error(line: str) -> None:
-    """Log ``line`` as an error the first time in this process."""
+    """Log ``line`` as an error, once per process."""
     log_once(line, logging.ERROR)
 
 
 def log_failure(line: str, error: Exception) -> None:
-    """Log ``line`` and the error with its traceback, the first time for this kind of error.
+    """Log ``line`` and the error with its traceback, once per type and place of the error.
 
-    The kind is its type and where it was raised: messages of one kind differ, say in a size.
+    The message does not count: it may vary, for example in a size.
     """
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     kind = (line, type(error), *((frame.filename, frame.lineno) for frame in raised))

@@ -1,4 +1,4 @@
-"""Attributes of single objects, replaced and put back."""
+"""Temporary attributes of single objects."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
     """Give ``owner`` these attributes in the ``with`` block, then restore the old ones.
 
     They go into the instance's ``__dict__``, where ``nn.Module.__call__`` finds a method before the
-    class's; other instances, and the class, are untouched. ``owner`` may be a Python module. It is
-    SGLang's or PyTorch's: who wants another object of this package makes one.
+    class's; other instances and the class are untouched. ``owner`` is an object of SGLang or
+    PyTorch, or a Python module; objects of this package are copied instead.
     """
     own = owner.__dict__
     before: dict[str, object] = {}

@@ -1,7 +1,7 @@
 """The entry point that SGLang calls in every process before it serves.
 
-SGLang goes on without a plugin that raises, so a failure here is one error line of its own. Where
-logging is not configured yet, Python drops INFO lines, so what must be seen is a warning.
+SGLang ignores a plugin that raises, so a failure is logged here as one error line. Before logging
+is configured Python drops INFO lines, so lines that must be seen are warnings.
 """
 
 import functools
@@ -17,14 +17,14 @@ from sglang_gemma4_yoco.log import logger
 GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
-#: Why ``load`` has left SGLang as it was; None while it has not.
+#: The reason why ``load`` left SGLang unpatched, or None.
 why_not_installed: str | None = None
 
 
 def check_version() -> None:
     """Raise a ``RuntimeError`` unless an SGLang in this package's range is installed."""
     installed = version("sglang")
-    from packaging.requirements import Requirement  # it comes with SGLang
+    from packaging.requirements import Requirement  # a dependency of SGLang
 
     for requirement in map(Requirement, requires("sglang-gemma4-yoco") or ()):
         in_range = requirement.specifier.contains(installed, prereleases=True)
@@ -36,21 +36,21 @@ def check_version() -> None:
 
 
 def is_ours(missing: ImportError) -> bool:
-    """Return True if a module of this package could not be imported: not SGLang's fault."""
+    """Return True if the missing module belongs to this package, not to SGLang."""
     return (missing.name or "").partition(".")[0] == __package__
 
 
 def _may_run_a_model() -> bool:
-    """Return False in a process that SGLang has started without its scheduler: the detokenizer.
+    """Return False in a subprocess of SGLang without a scheduler: the detokenizer.
 
-    There the imports of what is patched would take 3 s of a core, and 50 MB.
+    Importing the patched modules there would cost 3 s of CPU time and 50 MB.
     """
     return parent_process() is None or _SCHEDULER in sys.modules
 
 
 def _install() -> None:
     check_version()
-    try:  # with the switch at 0 nothing of SGLang is imported
+    try:  # imported here, so that the switch at 0 imports no SGLang
         from sglang_gemma4_yoco.loading import patch
     except ImportError as missing:
         if is_ours(missing):
@@ -65,7 +65,7 @@ def _install() -> None:
 
 @functools.cache  # another call in this process does nothing
 def load() -> None:
-    """Patch this process's SGLang, or log in one line why it is left as it is. Never raises."""
+    """Patch this process's SGLang, or log one line with the reason why not. Never raises."""
     global why_not_installed
     try:
         settings.current = settings.read(os.environ)
@@ -74,7 +74,7 @@ def load() -> None:
                 _install()
             return
         why_not_installed = f"{settings.SWITCH}=0"
-        # One warning per server: from the process that starts the others.
+        # One warning per server, from the main process.
         level = logging.INFO
         if parent_process() is None:
             level = logging.WARNING

@@ -1,23 +1,23 @@
-"""Reasons for which a batch, or every batch of a server, runs as stock.
+"""Reasons why a batch, or every batch of a server, runs as stock.
 
-The text is for people: in log lines, in /server_info, and in a metric's label, which is made of it.
-Nothing is decided by it.
+The text is for people: log lines, /server_info, and a metric's label, which is derived from it. No
+decision depends on it.
 """
 
 import logging
 from dataclasses import dataclass
 
-#: The label in metrics that most reasons of a whole server have in common.
+#: The metrics label that most server-wide reasons share.
 SERVER_UNSUPPORTED = "server_unsupported"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason for which a batch runs as stock.
+    """The reason why a batch runs as stock.
 
     Attributes:
         text: the reason.
-        is_logged: it is logged for the first batch; it is counted for each in any case.
+        is_logged: log it for the first batch; every batch is counted.
     """
 
     text: str
@@ -29,11 +29,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class ServerRefusal(Refusal):
-    """The reason for which every batch of a server runs as stock; it is logged once, at start.
+    """The reason why every batch of a server runs as stock; logged once, at start.
 
     Attributes:
-        level: of its line in the log.
-        label: under which its batches are counted in metrics.
+        level: the level of its log line.
+        label: the metrics label of its batches.
     """
 
     level: int = logging.INFO

@@ -1,4 +1,4 @@
-"""The settings: environment variables, read and checked once when the plugin is loaded.
+"""The settings: environment variables, read and validated once when the plugin is loaded.
 
 A plugin cannot add flags to SGLang's parser, and spawned ranks inherit the environment. Importing
 this module imports neither torch nor SGLang.
@@ -14,7 +14,7 @@ SWITCH = "SGLANG_GEMMA4_YOCO"
 
 
 class SettingType(NamedTuple):
-    """The type of a setting: its values in words, as a pattern, and their parser."""
+    """The type of a setting: its values in words, their pattern, and their parser."""
 
     accepted: str
     pattern: str
@@ -22,10 +22,10 @@ class SettingType(NamedTuple):
 
 
 _FLAG = SettingType("1 or 0", "[01]", lambda value: value == "1")
-_FROM_0 = SettingType("a whole number from 0 up", "[0-9]+", int)
-_FROM_1 = SettingType("a whole number from 1 up", "0*[1-9][0-9]*", int)
+_FROM_0 = SettingType("an integer >= 0", "[0-9]+", int)
+_FROM_1 = SettingType("an integer >= 1", "0*[1-9][0-9]*", int)
 _NAMES = SettingType(
-    "names of Python modules or classes, with commas between",
+    "names of Python modules or classes, separated by commas",
     r"\w+(\.\w+)*(, *\w+(\.\w+)*)*",
     lambda value: tuple(re.split(", *", value)),
 )
@@ -37,33 +37,32 @@ def _setting(default: Any, kind: SettingType, explanation: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting of this process: its type, its default, and what its values do."""
+    """The settings of a process, each with its type, default and explanation."""
 
     enabled: bool = _setting(
         True,
         _FLAG,
-        "1 to turn Gemma 4 fast prefill on, 0 to turn it off: then SGLang is left as it is",
+        "1 to turn Gemma 4 fast prefill on, 0 to turn it off and leave SGLang unpatched",
     )
     min_skipped_rows: int | None = _setting(
         None,
         _FROM_1,
-        "prefills run on the fast path if the KV-shared layers can skip so many rows of the batch; "
-        "1: whenever they can skip one; unset: a rule from measurements on a CPU and a model of a "
-        "GPU",
+        "the minimum number of rows that a batch must skip in the KV-shared layers to run on the "
+        "fast path; unset: a rule from measurements on a CPU and a model of a GPU",
     )
     graph_rows: int | None = _setting(
         None,
         _FROM_0,
-        "the KV-shared layers are captured in CUDA graphs for up to so many rows of a prefill; "
-        "0: they are not captured; unset: up to 32 rows",
+        "the maximum number of rows of a prefill for which the KV-shared layers are captured in "
+        "CUDA graphs; 0: they are not captured; unset: up to 32 rows",
     )
     self_check: bool = _setting(
-        True, _FLAG, "1 to compare prefills with stock SGLang's when the server starts, 0 not to"
+        True, _FLAG, "1 to compare prefills with stock SGLang when the server starts, 0 to skip it"
     )
     audit: int = _setting(
         0,
         _FROM_0,
-        "one of so many prefills on the fast path is run again as stock, and compared; 0: none",
+        "N: one of N prefills on the fast path is run again as stock and compared; 0: none",
     )
     audit_strict: bool = _setting(
         False,
@@ -73,25 +72,25 @@ class Settings:
     prefill_graphs: bool = _setting(
         True,
         _FLAG,
-        "1 to shorten prefills that SGLang replays from CUDA graphs as well, and to repair their "
-        "capture where --cuda-graph-backend-prefill asks for it; 0 for neither",
+        "1 to cut prefills that SGLang replays from CUDA graphs too, and to fix their capture if "
+        "--cuda-graph-backend-prefill requests it; 0 to leave them",
     )
     untested: bool = _setting(
         False,
         _FLAG,
-        "1 to run on a release of SGLang after the last tested one, if the check at start agrees; "
-        "0: SGLang serves there as stock",
+        "1 to run on a release of SGLang after the last tested one if the check at start passes; "
+        "0 to run as stock there",
     )
     trust: tuple[str, ...] = _setting(
         (),
         _NAMES,
-        "other people's code that reads no row but the kept ones: `module`, or `module.Class`; see "
+        "third-party code that reads only the kept rows: `module` or `module.Class`; see "
         "docs/not_active.md",
     )
 
 
 def name_of(setting: str) -> str:
-    """The environment variable that sets this field of ``Settings``."""
+    """Return the environment variable that sets this field of ``Settings``."""
     if setting == "enabled":
         return SWITCH
     return f"{SWITCH}_{setting.upper()}"
@@ -112,7 +111,7 @@ def unset(setting: Field[Any]) -> str:
 
 
 def parse(variable: str, value: str) -> bool | int | tuple[str, ...]:
-    """Parse a variable's value; a ``ValueError`` names the variable and what it accepts."""
+    """Parse a variable's value; raise a ``ValueError`` that says what it accepts."""
     setting = VARIABLES[variable]
     kind: SettingType = setting.metadata["kind"]
     if re.fullmatch(kind.pattern, value):
@@ -129,7 +128,7 @@ current = Settings()
 
 @contextmanager
 def changed(**values: Any) -> Iterator[None]:
-    """Change these fields of the settings in the ``with`` block, as checks need it."""
+    """Change these fields of the settings in the ``with`` block."""
     global current
     before, current = current, replace(current, **values)
     try:
@@ -139,8 +138,8 @@ def changed(**values: Any) -> Iterator[None]:
 
 
 def read(environment: Mapping[str, str]) -> Settings:
-    """The settings in ``environment``; ``ValueError`` as of ``parse``."""
-    if environment.get(SWITCH) == "0":  # then no other variable is read
+    """Return the settings in ``environment``; raise ``ValueError`` like ``parse``."""
+    if environment.get(SWITCH) == "0":  # no other variable is read
         return Settings(enabled=False)
     chosen: dict[str, Any] = {}
     for name, setting in VARIABLES.items():

@@ -1,1 +1,1 @@
-"""The tail captured in CUDA graphs; the core uses it as ``ModelState.captured``."""
+"""The tail captured in CUDA graphs, which the core uses as ``ModelState.captured``."""

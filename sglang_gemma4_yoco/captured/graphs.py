@@ -1,8 +1,8 @@
-"""The tail, captured once per bucket of rows in CUDA graphs, and replayed.
+"""CUDA graphs of the tail, one per bucket of rows.
 
-For a short prompt a prefill takes as long as the host takes to launch its kernels. The tail has few
-rows, one per request. So it is captured for 1, 2, 4, ... rows, after SGLang's own decode steps and
-by the same code, and the host replays it with one launch.
+Prefills of short prompts are bound by kernel launches on the host. The tail has few rows, one per
+request. So it is captured for 1, 2, 4, ... rows, after SGLang's own decode steps and by the same
+code, and the host replays it with one launch.
 
 A graph reads static tensors: ``Inputs``, the weights, the pools, and the tail backend's buffers. A
 batch of B rows is replayed with the smallest bucket b >= B. The b - B rows of padding are requests
@@ -27,7 +27,7 @@ from sglang_gemma4_yoco.patched import patched
 
 @dataclass(frozen=True)
 class Inputs:
-    """Static inputs, for as many rows as the largest bucket has; a smaller one reads the first.
+    """Static inputs, sized for the largest bucket; a smaller one reads the first rows.
 
     Attributes:
         rows: [n, ...], the residual of the kept rows at the input of layer S-1.
@@ -48,7 +48,7 @@ class Inputs:
     @classmethod
     @torch.inference_mode(False)  # they are written in forwards of any mode
     def of(cls, runner: Any, state: ModelState, like: Any, rows: int) -> Inputs:
-        """For up to ``rows`` rows, in the types of SGLang's own static inputs ``like``."""
+        """Return inputs for up to ``rows`` rows, typed like SGLang's static inputs ``like``."""
         model = state.model
 
         def zeros(*shape: int, dtype: torch.dtype = runner.dtype) -> torch.Tensor:
@@ -73,11 +73,11 @@ class Inputs:
         return replace(self, **{name: each(t) for name, t in vars(self).items() if t is not None})
 
     def first(self, rows: int) -> Inputs:
-        """The same memory, of the first rows."""
+        """Return views of the first rows."""
         return self.change(lambda tensor: tensor[:rows])
 
     def make_decode_step(self) -> Any:
-        """A batch of these rows, one per request, not planned."""
+        """Return an unplanned batch of these rows, one per request."""
         return compat.batch.make_decode_step(self.requests, self.lengths, self.positions)
 
     def fill(self, **tensors: torch.Tensor | None) -> None:
@@ -102,7 +102,7 @@ def run_layers(state: ModelState, inputs: Inputs, batch: Any) -> torch.Tensor:
         projected = per_layer.project_layers(
             model, inputs.embeds, inputs.embedded, state.cut_layer, len(model.layers)
         )
-    # Layers add into their input in place, and padding would grow from replay to replay.
+    # Layers add into their input in place: padding would grow with each replay.
     rows = inputs.rows.clone()
     return state.adapter.run_tail(
         model, state.tail_layers, batch, rows, inputs.positions, projected
@@ -131,23 +131,23 @@ class Replay:
         return per_layer.Buffers(self.inputs.embeds, self.inputs.embedded)
 
     def run(self, rows: torch.Tensor, positions: torch.Tensor, _: Any) -> torch.Tensor:
-        """The kept rows [B, hidden], normed, which the next replay overwrites."""
+        """Return the kept rows [B, hidden], normed, which the next replay overwrites."""
         torch.index_select(rows, 0, self.index, out=self.inputs.rows)
         torch.index_select(positions, 0, self.index, out=self.inputs.positions)
         return self.bucket.replay()[: self.index.shape[0]]
 
 
 class Bucket:
-    """The tail of so many rows, captured in one graph.
+    """The tail for a number of rows, captured in one graph.
 
     Attributes:
-        inputs: what the graph reads, of so many rows.
+        inputs: the graph's static inputs, of that many rows.
     """
 
     def __init__(self, tail: TailGraphs, rows: int) -> None:
         self.state, self.rows, self.inputs = tail.state, rows, tail.inputs[rows]
         self._tail = tail
-        # The decode step that is captured; the graph reads the tensors that it holds.
+        # The captured decode step, whose tensors the graph reads.
         self._batch = self.inputs.make_decode_step()
 
     def capture(self) -> None:
@@ -192,7 +192,7 @@ class TailGraphs:
 
     Attributes:
         buckets: by number of rows.
-        inputs: by number of rows, the static inputs of so many.
+        inputs: the static inputs, by number of rows.
         backend: the tail's attention backend.
         captured: SGLang's graph backend, which has the graphs by number of rows.
     """
@@ -203,7 +203,7 @@ class TailGraphs:
         self.state, self.backend = state, state.attention.tail
         self._decode_steps = compat.decode_graphs.get_captured_steps(runner)
         assert self._decode_steps is not None, "the tail is captured after them"
-        # No more rows than the operator has set, and than requests can run at a time.
+        # Limited by the setting, and by the number of running requests.
         most = runner.req_to_token_pool.size
         if settings.current.graph_rows is not None:
             most = min(most, settings.current.graph_rows)
@@ -220,8 +220,8 @@ class TailGraphs:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture all, the largest first; when this raises, ``close`` is still due."""
-        # Without drafts, for whose verification SGLang allocates masks, which no tail reads.
+        """Capture all buckets, the largest first; ``close`` is due even if this raises."""
+        # Without drafts: SGLang allocates masks to verify them, which the tail does not read.
         without_drafts = patched(self.backend, num_draft_tokens=None)
         with without_drafts, compat.attention.widen_window(self.backend):
             self.backend.init_cuda_graph_state(self._sizes[-1], self._sizes[-1])
@@ -244,11 +244,11 @@ class TailGraphs:
             delattr(self.backend, name)
 
     def drop(self, rows: int) -> None:
-        """Replay this bucket no longer: the next larger one has room for its rows."""
+        """Remove this bucket: the next larger one serves its rows."""
         del self.buckets[rows]
 
     def bucket_for(self, kept: KeptRows) -> Bucket | None:
-        """The smallest bucket with room for these rows, if they are one per request."""
+        """Return the smallest bucket for these rows; None unless they are one per request."""
         if not kept.one_per_request:
             return None
         sizes = [rows for rows in self.buckets if rows >= kept.count]

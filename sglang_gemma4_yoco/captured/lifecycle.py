@@ -1,4 +1,4 @@
-"""When the tail is captured, used, and dropped: at start, for new weights, after a failure."""
+"""The captured tail's lifecycle: capture at start and for new weights, drop after a failure."""
 
 import time
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from sglang_gemma4_yoco.core.state import ModelState
 
 NOT_YET = "it is not captured yet"
 GRAPHS_OFF = f"{settings.name_of('graph_rows')}=0"
-NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
+NO_GRAPHS = "SGLang has no full CUDA graphs for decode"
 NOT_DECODING = "it extends, since this release of SGLang was not tested"
 QUANTISED = "the per-layer inputs are quantised"
 SHARED = "K and V of a server that serves are read or written by more than its forwards"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
-# Arguments and, in capitals, environment variables with which a replay may differ, and why.
+# Arguments and (in capitals) environment variables with which a replay may differ -> the reason.
 _UNSUPPORTED = {
     "enable_hierarchical_cache": LOADED_MEANWHILE,
     "enable_memory_saver": "memory may be taken away and given back",
     "enable_symm_mem": "collectives need memory of their own",
     "disable_cuda_graph_padding": "rows must not be padded",
-    # While none of them is replayed.
+    # While SGLang replays none of them.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": "SGLang lends the memory of its graphs",
 }
 
@@ -44,22 +44,22 @@ def find_eager_reason(runner: Any, state: ModelState) -> str | None:
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
-    # An argument below says so too; a plugin may load them without it.
+    # Also covered by an argument below, but a plugin may load them without it.
     if compat.pools.waits_for_loads(state.attention.tail.token_to_kv_pool):
         return LOADED_MEANWHILE
     for name, reason in _UNSUPPORTED.items():
         if compat.server.read_argument(name) or compat.server.read_variable(name):
             return f"{name}: {reason}"
-    # SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
-    # keep their K and V. The check of the graphs uses slots for a moment: nothing reads or writes
-    # the pools then, except for what the scheduler does not launch, such as these transfers.
+    # SGLang recaptures in its scheduler's thread, between two batches; paused requests keep their K
+    # and V. The check of the graphs temporarily writes KV slots: nothing else uses the pools then,
+    # except for work that the scheduler does not launch, such as these transfers.
     if state.serves and compat.server.read_argument("disaggregation_mode") != "null":
         return SHARED
     return compat.decode_graphs.find_memory_reason(torch.device(runner.device))
 
 
 def drop_tail(state: ModelState, reason: str = NOT_YET) -> None:
-    """Run the tail eagerly from now on, for this reason; free what was captured."""
+    """Free the captured tail, and run the tail eagerly from now on, for this reason."""
     captured, state.captured = state.captured, None
     state.report.tail = f"eager ({reason})"
     if captured is not None:
@@ -67,13 +67,13 @@ def drop_tail(state: ModelState, reason: str = NOT_YET) -> None:
 
 
 def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
-    """Capture the tail anew and have its graphs checked, on all ranks or on none.
+    """Capture the tail and check its graphs, on all ranks or on none.
 
     Args:
-        check_graphs: returns why they may not be used, or None.
+        check_graphs: returns the reason why they must not be used, or None.
 
     Raises:
-        Exception: it failed, and other ranks wait for this one.
+        Exception: the capture failed, and other ranks wait for this one.
     """
     try:
         drop_tail(state)
@@ -93,13 +93,13 @@ def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
 
 
 def _capture_and_check(runner: Any, state: ModelState, check_graphs: _Check) -> str | None:
-    """Capture the tail; returns why it is not used, or None."""
+    """Capture the tail, and return the reason why it is not used, or None."""
     began = time.monotonic()
     state.captured = tail = graphs.TailGraphs(runner, state)
     tail.capture()
     seconds = time.monotonic() - began
     reason = check_graphs(tail, runner)
-    # What one rank does not replay, no rank may: they would add up different rows.
+    # All ranks replay the same graphs: otherwise they would add up different rows.
     reason = ranks.find_difference(f"replayed: {tail.rows}, {reason}") or reason
     if reason is not None:
         return reason

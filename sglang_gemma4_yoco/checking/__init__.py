@@ -1,1 +1,1 @@
-"""On this machine and with these weights: does the fast path give what stock gives?"""
+"""Comparisons of the fast path with stock, on this device and with these weights."""

@@ -1,8 +1,8 @@
-"""While a server serves: one of N prefills that were cut runs again as stock, and is compared.
+"""Audits of a running server: one of N prefills that were cut runs again as stock, and is compared.
 
-Stock is watched, and the cut runs once more on its rows, step by step (``layerwise``): eagerly, and
-by the captured tail if that served. All kept rows, and K and V of layer S-1, are compared. A
-prefill that left its graph at an exit is compared with that graph run to its end. The client gets
+Stock is recorded, and the cut runs again on its rows, step by step (``layerwise``): eagerly, and
+with the captured tail if that served. All kept rows, and K and V of layer S-1, are compared. A
+prefill that left its graph at an exit is compared with a full replay of the graph. The client gets
 stock's answer.
 """
 
@@ -30,7 +30,7 @@ _MOST_LINES = 16  # errors that are logged; the others are counted
 
 
 def make_auditor(runner: Any, state: ModelState) -> Auditor | None:
-    """The auditor of this server; None if audits are off, or impossible (the log has why)."""
+    """Return the auditor of this server; None if audits are off, or impossible (logged)."""
     if settings.current.audit == 0:
         return None
     if compat.attention.frees_tables_early(runner.attn_backend):
@@ -43,23 +43,23 @@ def make_auditor(runner: Any, state: ModelState) -> Auditor | None:
 class Turns:
     """Chooses the forwards that are audited: one of N, and each outcome in its turn.
 
-    For every N forwards one audit is due. The first that is due is kept for the outcome that was
-    audited least recently, the next for the one after it, and so on. So an outcome that comes no
-    more holds back one audit and no others, and a rare outcome is audited as soon as it comes.
+    One audit is due for every N forwards. The first due one is reserved for the outcome that was
+    audited least recently, the second for the next one, and so on. So an outcome that stops
+    occurring holds back only one audit, and a rare outcome is audited as soon as it occurs.
 
     With k outcomes so far, each forward is audited that comes kN or more after the last audit of
-    its outcome (or after its first forward). The choice depends on nothing but N and the outcomes
-    so far, which are the same on all ranks.
+    its outcome (or after its first forward). The choice depends only on N and the outcomes so far,
+    which are the same on all ranks.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._forwards = self._audits = 0
-        #: The outcomes so far, by their last audits; a new one is at the end.
+        #: The outcomes so far, ordered by their last audits; new ones at the end.
         self._order: list[str] = []
 
     def take(self, outcome: str) -> bool:
-        """Count a forward with this outcome; returns whether it is audited."""
+        """Count a forward with this outcome, and return True if it is to be audited."""
         self._forwards += 1
         if outcome not in self._order:
             self._order.append(outcome)
@@ -74,28 +74,28 @@ class Turns:
 
 
 class Auditor:
-    """Audits the forwards of one model; it is called after each that was cut."""
+    """Audits the forwards of one model; called after each forward that was cut."""
 
     def __init__(self, state: ModelState, every: int) -> None:
         self._state = state
         self._turns, self._strict = Turns(every), settings.current.audit_strict
 
     def __call__(self, forward: Forward, plan: Plan, output: Any) -> Any:
-        """Audit it in its turn; returns what the model continues with instead of ``output``."""
+        """Audit the forward in its turn, and return the output for the model."""
         try:
             if self._turns.take(plan.outcome):
                 return self._audit(forward, plan, output)
-        except Exception as failure:  # noqa: BLE001 - it is raised where other ranks wait
+        except Exception as failure:  # noqa: BLE001 - raised if other ranks wait
             self._end(failure)
         return output
 
     def _audit(self, forward: Forward, plan: Plan, output: Any) -> Any:
-        """Audit one forward; if this fails, ``output`` is as it was, and K and V are complete."""
+        """Audit one forward; on failure ``output`` is restored, and K and V are complete."""
         rows = compat.layers.get_rows(output)
-        fast = rows.clone()  # stock may run in the memory that holds them
+        fast = rows.clone()  # stock may overwrite their memory
         try:
             with rewrite_batch(plan.batch, {}):  # a forward that fails leaves its residual there
-                if self._state.replayed_batch is not None:  # it runs to its end in that memory
+                if self._state.replayed_batch is not None:  # the full replay overwrites ``output``
                     found, answer = exit_check.compare_exit(forward, plan, output), output
                 else:
                     found, answer = self._run_again(forward, plan)
@@ -106,7 +106,7 @@ class Auditor:
         return answer
 
     def _end(self, failure: Exception) -> None:
-        """Make no more audits after one that failed; the fast path has served, and stays on.
+        """Disable audits after one that failed; the fast path has served, and stays on.
 
         Raises:
             Exception: ``failure``, if other ranks wait for this one.
@@ -114,7 +114,7 @@ class Auditor:
         if not compat.server.is_single_rank():
             raise failure
         self._state.after_cut = None
-        log.log_failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
+        log.log_failure("Gemma 4 fast prefill: an audit failed, audits are disabled", failure)
         traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
 
     def _run_again(self, forward: Forward, plan: Plan) -> tuple[list[Difference], Any]:

@@ -1,4 +1,4 @@
-"""Prefills that have left SGLang's graph at an exit, compared with that graph run to its end."""
+"""Comparison of prefills that leave SGLang's graph at an exit with a full replay of the graph."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,10 +24,9 @@ NOT_TAKEN = "the prefill of the check has not left at an exit"
 
 
 def check_exits(runner: Any, state: ModelState) -> CheckResult:
-    """Compare a synthetic prefill that leaves at an exit, on a ``ModelRunner`` without requests.
+    """Compare a synthetic prefill that leaves at an exit, on an idle ``ModelRunner``.
 
-    It is a prompt, or an intermediate chunk where the tail is not captured: then prompts leave at
-    no exit.
+    It is a prompt; without a captured tail, where prompts leave at no exit, an intermediate chunk.
     """
     if not settings.current.self_check:
         return self_check.NOT_WANTED
@@ -38,9 +37,9 @@ def check_exits(runner: Any, state: ModelState) -> CheckResult:
         return output
 
     leaving = replace(state, exits_are_open=True, after_cut=compare)
-    # SGLang replays it, however much padding its bucket needs.
+    # Replay it regardless of the padding in its bucket.
     always = patched(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
-    # The other way round: the tail's inputs may still be those of the check before this one.
+    # Reversed: the tail's inputs may still be those of the previous check.
     lengths = max(synthetic_requests.choose_batches(runner, state), key=len)[::-1]
     if state.captured is not None:
         lengths = lengths[: state.captured.rows[-1]]
@@ -55,15 +54,15 @@ def check_exits(runner: Any, state: ModelState) -> CheckResult:
 
 @torch.no_grad()
 def compare_exit(forward: Any, plan: Plan, output: torch.Tensor) -> list[Difference]:
-    """Return the differences from the same graph run to its end; this runs it to its end.
+    """Replay the graph in full, and return the differences from it.
 
-    Nothing may run between the forward and this. Compared are K and V of layer S-1 in the pool with
-    those recomputed from the rows at the exit, and with those that the graph writes; and the tail
-    with its layers run eagerly.
+    Nothing may run between the forward and this. K and V of layer S-1 in the pool are compared with
+    those recomputed from the rows at the exit and with those that the graph writes, and the
+    captured tail with an eager run of its layers.
 
     Args:
         forward: a ``graph_exits.ExitForward``, after its fast path.
-        output: [bucket, hidden], what the forward has returned; it is overwritten.
+        output: [bucket, hidden], the forward's output; overwritten.
     """
     state, total = forward.state, plan.tail.kept.total
     rows, positions = forward.point.rows[:total], forward.batch.positions[:total]

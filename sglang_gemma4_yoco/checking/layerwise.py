@@ -1,13 +1,13 @@
-"""Each step of the tail gets stock's own numbers as its input, and its result is compared.
+"""Layerwise comparison of the tail with stock: each step runs on stock's inputs.
 
-Answers cannot be compared: in bf16 one rounding can make sharp attention pick another key. So stock
-is watched, layer by layer. Then the cut runs on stock's rows, and after each step of layers S-1
-to L-1 the result is compared with stock's and replaced by it: K and V, per-layer inputs, queries,
-attention, the layer's output, and at the end the rows after the norm. Attention also runs with
-queries of zeros. The result is the mean of all values that a row attends to: one key more or less
-changes it, however sharp the weights.
+Answers cannot be compared: in bf16 one rounding can make sharp attention pick another key. So
+stock's steps are recorded. Then the cut runs on stock's rows, and the result of each step of layers
+S-1 to L-1 is compared with stock's and replaced by it: K and V, per-layer inputs, queries,
+attention, the layer's output, and finally the rows after the norm. Attention also runs with zero
+queries. Their result is the mean of all values that a row attends to: one key more or less changes
+it, however sharp the weights.
 
-A captured tail is compared as a whole with its own layers, run eagerly on the same rows.
+A captured tail is compared as a whole with an eager run of its layers on the same rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MEAN = "mean of the values"
 _OUTPUT = "output"
 _FINAL = "normed output"
 
-# Values are normed to size 1, so a sum of them is off by some eps of fp32 even where they cancel.
+# Values are normed to size 1, so the error of a sum is some eps of fp32 even if they cancel.
 _OF_VALUES = 4.0
 # Root mean square of r roundings on each side: 0.27 * sqrt(r). A GPU may sum a product in up to 16
 # parts, and round the sum after each: 8 more of the whole sum's size. So r is 5 + 8 of per-layer
@@ -49,14 +49,14 @@ _OF_VALUES = 4.0
 # normed, turned).
 _PROJECTED = Tolerance()
 _WEIGHTED = Tolerance(of_rows=True, floor=_OF_VALUES)
-# Those of the other steps.
+# The tolerances of the other steps.
 _TOLERANCES = {
     _ATTENTION: _WEIGHTED,
     _MEAN: _WEIGHTED,
     _OUTPUT: Tolerance(1.5),  # four sums of the residual, of three products
-    _FINAL: Tolerance(2.0),  # that of a layer, normed
+    _FINAL: Tolerance(2.0),  # a layer's, normed
 }
-_OF_LOGITS = Tolerance(3.0, of_rows=True)  # of rows off by the last layer's and the norm's
+_OF_LOGITS = Tolerance(3.0, of_rows=True)  # on top of the last layer's and the norm's errors
 
 #: Called with a step, its layer and its rows, which may be overwritten.
 _Visit = Callable[[str, int, torch.Tensor], None]
@@ -70,10 +70,9 @@ class Stock:
         index: [B], the kept rows.
         kept: [B, ...] by step and layer, [B, heads, head_dim] of attention; the output of the layer
             before the cut goes into the tail.
-        layer_inputs: [T, ...] by layer, of layer S-1 and, where they are wanted, of those before
-            it.
+        layer_inputs: [T, ...] by layer, of layer S-1 and, if requested, of earlier ones.
         positions: [T].
-        embeds, embedded: [T, hidden] and [T, L, width], what per-layer inputs are computed from.
+        embeds, embedded: [T, hidden] and [T, L, width], the sources of per-layer inputs.
         keys: K and V of layer S-1 in the pool, each [T, kv_heads, head_dim].
     """
 
@@ -86,7 +85,7 @@ class Stock:
     keys: KeysAndValues = ()
 
     def of_rows(self, chosen: Any) -> Stock:
-        """The same for some of the kept rows, given by their places among them, [n]."""
+        """Return the same for some of the kept rows, by their places among them, [n]."""
         places = torch.as_tensor(chosen, device=self.index.device)
         kept = {step: rows[places] for step, rows in self.kept.items()}
         return replace(self, index=self.index[places], kept=kept)
@@ -96,9 +95,9 @@ class Stock:
 def call_before_layers(
     state: ModelState, numbers: range, visit: Callable[..., None]
 ) -> Iterator[None]:
-    """Call ``visit`` before each of these layers, as a hook that gets its number first.
+    """Call ``visit`` before each of these layers, as a hook with the layer's number first.
 
-    Models call their layers with arguments by name alone.
+    Models call their layers with keywords only.
     """
     with ExitStack() as stack:
         for number in numbers:
@@ -144,9 +143,9 @@ def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
 
 @contextmanager
 def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
-    """Fill ``stock``, except for ``keys``, with what stock's layers compute in the ``with`` block.
+    """Fill ``stock``, except for ``keys``, with the results of the layers in the ``with`` block.
 
-    Inputs are kept of the layers from ``first`` on up to layer S-1.
+    Layer inputs are kept for layers ``first`` to S-1.
     """
     model = state.model
     project: Any = getattr(model, "project_per_layer_inputs", None)
@@ -155,7 +154,7 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
         stock.kept[step, layer] = rows.index_select(0, stock.index)
 
     def projecting(embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
-        # Copied now: on a GPU layer 0 adds into the embeddings.
+        # Copied now: on a GPU layer 0 overwrites the embeddings.
         stock.embeds, stock.embedded = embeds.clone(), embedded
         projected = project(embeds, embedded)
         if projected is not None:
@@ -173,7 +172,7 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
         patched(model, project_per_layer_inputs=projecting),
         call_before_layers(state, range(first, state.cut_layer + 1), keep_all),
         _visit_steps(state, keep),
-        ExitStack() as stack,  # which removes the hook whatever fails on the way out
+        ExitStack() as stack,  # removes the hook even if another exit fails
     ):
         stack.enter_context(model.norm.register_forward_hook(keep_final))
         yield
@@ -182,15 +181,15 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
 def run_on_stocks_rows(
     state: ModelState, plan: Plan, stock: Stock
 ) -> tuple[torch.Tensor, list[Difference]]:
-    """Cut a batch whose layers before the cut have computed the same as stock's.
+    """Run the cut on stock's rows at the cut, and compare each step.
 
-    At the end stock's K and V of layer S-1 are in the pool.
+    Afterwards stock's K and V of layer S-1 are in the pool.
 
     Returns:
-        What the model would continue with, [T, hidden], and the findings of all steps.
+        The model's output, [T, hidden], and the findings of all steps.
     """
-    # Its slots are read now: the tail's batch has others.
-    layers = list(state.model.layers)  # while Gemma 3n's tail runs it has others in their place
+    # The slots are read now: the tail's batch has others.
+    layers = list(state.model.layers)  # Gemma 3n's tail replaces them while it runs
     steps = _StepComparer(state, stock, get_donor_cache(state, plan), layers, set(stock.kept))
     rows_at_cut = stock.layer_inputs[state.cut_layer].clone()
     output = rows_at_cut.new_zeros(len(rows_at_cut), state.model.config.hidden_size)
@@ -212,11 +211,11 @@ def run_on_stocks_rows(
 
 @dataclass
 class _StepComparer:
-    """Compares what each step gives with stock's, and replaces it by stock's.
+    """Compares the result of each step with stock's, and replaces it by stock's.
 
     Attributes:
         cached: K and V of layer S-1.
-        layers: all of the model.
+        layers: all layers of the model.
         missing: steps and their layers that have not run yet.
     """
 
@@ -228,7 +227,7 @@ class _StepComparer:
     found: list[Difference] = field(default_factory=list)
 
     def compare_inputs(self, inputs: PerLayerInputs) -> None:
-        """Project the per-layer inputs; compare those of the layers before the cut."""
+        """Project the per-layer inputs, and compare those of the layers before the cut."""
         stock = self.stock
         cut_layer = self.state.cut_layer
         if stock.embeds is None:
@@ -267,10 +266,10 @@ class _StepComparer:
         )
 
     def _of_scores(self, layer: int) -> float:
-        """The relative error of attention's output that the sums of its scores cause.
+        """Return the relative error of attention's output that is due to the sums of its scores.
 
-        Scores are sums of head_dim products, in fp32, and Gemma 4 does not scale them down: in
-        sharp heads scores and their errors are large, and a softmax can double the errors.
+        Scores are fp32 sums of head_dim products, which Gemma 4 does not scale down: in sharp heads
+        scores and their errors are large, and a softmax can double the errors.
         """
         queries = self.stock.kept[_QUERIES, layer]
         width = queries.shape[-1]
@@ -284,7 +283,7 @@ class _StepComparer:
 def _compare_captured(
     replay: Replay, batch: Any, steps: _StepComparer, rows: torch.Tensor
 ) -> Difference:
-    """A captured tail's result against its layers, run eagerly on stock's rows, with padding."""
+    """Compare a captured tail with an eager run of its layers on stock's rows, with padding."""
     stock = steps.stock
     inputs = {}
     for name in ("embeds", "embedded"):
@@ -303,17 +302,17 @@ def _compare_captured(
 
 
 def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:
-    """K and V of layer S-1 of the batch's new tokens."""
+    """Return K and V of layer S-1 of the batch's new tokens."""
     tail, slots = plan.attention.tail, plan.batch.out_cache_loc
     return compat.pools.get_cached_tokens(tail, state.cut_layer, slots)
 
 
 @contextmanager
 def zero_slots(cached: CachedTokens, otherwise: KeysAndValues) -> Iterator[None]:
-    """Zeros for these tokens' K and V: what is not written must not look as if it were.
+    """Zero K and V of these tokens, so that stale K and V cannot mask a missing write.
 
-    What is written in the ``with`` block stays. If it fails, they are ``otherwise``: later forwards
-    read them.
+    Writes in the ``with`` block persist. If it fails, ``otherwise`` is written: later forwards read
+    these slots.
     """
     try:
         cached.write((0, 0))
@@ -326,7 +325,7 @@ def zero_slots(cached: CachedTokens, otherwise: KeysAndValues) -> Iterator[None]
 def compare_keys_and_values(
     layer: int, expected: KeysAndValues, found: KeysAndValues
 ) -> list[Difference]:
-    """K and V of a layer in the pool compared, each [rows, kv_heads, head_dim]."""
+    """Compare K and V of a layer in the pool, each [rows, kv_heads, head_dim]."""
     differences = []
     for what, one, other in zip(("keys", "values"), expected, found, strict=True):
         place = f"{what} of layer {layer} in the pool"
@@ -337,8 +336,8 @@ def compare_keys_and_values(
 def compare_logits(
     expected: torch.Tensor, found: torch.Tensor, *, rows: torch.Tensor
 ) -> Difference:
-    """Logits [requests, vocabulary] of stock's and the forced tail's last rows compared.
+    """Compare the logits [requests, vocabulary] of stock's last rows with those of the tail.
 
-    They are computed from ``rows``, whose type determines the rounding, not that of the logits.
+    The rounding depends on the type of ``rows``, their source, and not on that of the logits.
     """
     return rounding.compare_rows("logits", expected, found, _OF_LOGITS, rounded=rows)

@@ -1,12 +1,13 @@
-"""How far apart two computations of one step on the very same inputs are, counted in roundings.
+"""Tolerances of two computations of one step on identical inputs, in units of rounding.
 
-A number in [1, 2) is off by up to eps / 2 (eps is 2**-7 in bf16). Over evenly spread numbers that
-is a root mean square of eps / sqrt(12 * 7/3) = 0.19 eps of their own, and 0.27 eps between two
-sides that round independently. r roundings on each side come to 0.27 * sqrt(r) eps: 0.46 eps for
-keys, which are projected, normed and turned. Most numbers are rounded alike on both.
+The rounding error of a number in [1, 2) is at most eps / 2 (eps is 2**-7 in bf16). For uniformly
+distributed numbers the root mean square is eps / sqrt(12 * 7/3) = 0.19 eps relative to theirs, and
+0.27 eps between two sides that round independently. r roundings on each side add up to
+0.27 * sqrt(r) eps: 0.46 eps for keys, which are projected, normed and rotated. Most numbers round
+alike on both sides.
 
-An error is relative to the size of its channel. In trained models some channels are fifty times as
-large as the others, and a norm over all of them would see those alone.
+Errors are relative to the size of their channel. In trained models some channels are fifty times as
+large as the others, and would dominate a norm over all channels.
 """
 
 import math
@@ -16,18 +17,18 @@ from dataclasses import dataclass
 import torch
 
 _EPS = torch.finfo(torch.float32).eps
-# Sums are in fp32 whatever the type: one of 4096 numbers is off by about sqrt(4096) = 64 eps.
+# Sums are always in fp32: the error of one over 4096 numbers is about sqrt(4096) = 64 eps.
 _OF_SUMS = 64 * _EPS
-_TF32 = 2.0**-10  # to which Triton's products round fp32 on a GPU
-# Bound of one row, in bounds of all rows: it has few numbers, so the error of one weighs more.
+_TF32 = 2.0**-10  # Triton's products round fp32 to it on a GPU
+# Bound of one row relative to that of all rows: with fewer numbers, one error weighs more.
 _ONE_ROW = 6.0
-# Bounds of the part of N errors that makes all numbers larger or smaller. Roundings go up and down,
-# which leaves one in sqrt(N); three times that, for large ones weigh more, and some run is the
-# worst. It is relative to ``size`` too: rounding may be a large part of a sum that cancels.
+# Bounds of the drift, the common part of N errors, which makes all numbers larger or smaller.
+# Roundings go up and down, which leaves 1 / sqrt(N); three times that, since large ones weigh more
+# and some run is the worst. Relative to ``size`` too: rounding may dominate a sum that cancels.
 _DRIFT, _OF_FEW = 1 / 16, 3.0
-# What is near 0 still has the roundings of what was added up to it; see ``measure_sizes``.
+# A number near 0 still has the rounding errors of its terms; see ``measure_sizes``.
 _FLOOR = 0.25
-_TINY = torch.finfo(torch.float32).tiny  # instead of 0, to divide by
+_TINY = torch.finfo(torch.float32).tiny  # avoids division by 0
 
 
 def _multiplies_in_tf32(tensor: torch.Tensor) -> bool:
@@ -35,7 +36,7 @@ def _multiplies_in_tf32(tensor: torch.Tensor) -> bool:
 
 
 def get_unit(tensor: torch.Tensor) -> float:
-    """The relative size of one rounding: eps of the type, and that of sums in fp32."""
+    """Return the relative size of one rounding: eps of the type plus that of fp32 sums."""
     eps = torch.finfo(tensor.dtype).eps
     if _multiplies_in_tf32(tensor):
         eps = _TF32
@@ -43,7 +44,7 @@ def get_unit(tensor: torch.Tensor) -> float:
 
 
 def get_eps_of_scores(queries: torch.Tensor) -> float:
-    """How far products of queries [..., head_dim] and keys, summed up in fp32, may be off."""
+    """Return the relative error of fp32 sums of products of queries [..., head_dim] and keys."""
     if _multiplies_in_tf32(queries):
         return _TF32 / math.sqrt(queries.shape[-1])
     return _EPS
@@ -51,13 +52,13 @@ def get_eps_of_scores(queries: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much of the errors of a step may be rounding.
+    """The rounding error that is allowed for a step.
 
     Attributes:
-        roundings: how large their root mean square may be, in units of the type.
-        of_rows: they are relative to the size of their row, that of one head for example, and not
-            to that of their channel.
-        floor: the size that a row has at least, in eps of fp32.
+        roundings: the largest root mean square of the errors, in units of the type.
+        of_rows: errors are relative to the size of their row, for example of one head, and not of
+            their channel.
+        floor: the minimum size of a row, in eps of fp32.
     """
 
     roundings: float = 1.0
@@ -67,32 +68,32 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest error of a comparison, and how much of it may be rounding; both relative."""
+    """The worst error of a comparison, and its tolerance; both relative."""
 
-    what: str  # was compared, for the log
-    error: float  # infinite where a number is not finite, and of a ``defect``
-    allowed: float  # 0 of a ``defect``
+    what: str  # what was compared, for the log
+    error: float  # infinite for non-finite numbers and defects
+    allowed: float  # 0 for defects
 
     @property
     def excess(self) -> float:
-        """The error in multiples of what is allowed."""
+        """The error in multiples of the tolerance."""
         if self.allowed == 0:
             return math.inf
         return self.error / self.allowed
 
     @property
     def is_rounding(self) -> bool:
-        """True if it is not a defect."""
+        """True if the error is within the tolerance."""
         return self.error <= self.allowed
 
     def __str__(self) -> str:
         if self.allowed == 0:
             return self.what
-        return f"{self.what} off by {self.error:.1e}, up to {self.allowed:.1e} is rounding"
+        return f"error {self.error:.1e} ({self.what}), tolerance {self.allowed:.1e}"
 
 
 def make_defect(what: str) -> Difference:
-    """A finding that no rounding explains."""
+    """Return a finding that rounding cannot explain."""
     return Difference(what, math.inf, 0.0)
 
 
@@ -106,16 +107,16 @@ def compare_rows(
     given: torch.Tensor | None = None,
     rounded: torch.Tensor | None = None,
 ) -> Difference:
-    """The worst error of ``found``: of all its numbers, of one row, and what they share.
+    """Return the worst error of ``found``: of all numbers, of one row, or the drift.
 
-    It is read from the device. Both are [..., channels], of one type.
+    Synchronizes with the device. Both are [..., channels], of one type.
 
     Args:
-        of_scores: of a step that weights rows with a softmax of scores the relative error that
-            comes of the scores' errors. Each weight is rounded for all channels of a row alike.
+        of_scores: for a softmax over scores, the relative error due to the scores' errors; all
+            channels of a row share it.
         given: [..., channels], the input that the step adds to, whose size the errors have too.
-        rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from rows
-            of bf16. None for ``expected``.
+        rounded: the tensor that was rounded, if of another type: SGLang computes fp32 logits from
+            bf16 rows. None for ``expected``.
     """
     if rounded is None:
         rounded = expected
@@ -140,7 +141,7 @@ def compare_rows(
 def _measure(
     expected: torch.Tensor, given: torch.Tensor | None, tolerance: Tolerance, unit: float
 ) -> torch.Tensor:
-    """Return what errors of [..., channels] are relative to: [rows, 1] or [1, channels]."""
+    """Return the sizes for relative errors of [..., channels]: [rows, 1] or [1, channels]."""
     over = 0
     if tolerance.of_rows:
         over = -1
@@ -153,10 +154,10 @@ def _measure(
 
 
 def measure_sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Root mean squares of ``values`` [..., channels] over ``dim`` of [rows, channels], in fp32.
+    """Return root mean squares of ``values`` [..., channels] over ``dim`` of [rows, channels].
 
-    Small ones count as a quarter of the typical one: a sum that cancels still has the roundings of
-    its terms. Where a head averages values of size 1 to 0.01, its roundings are those of the
+    They are at least about a quarter of the median: a sum that cancels still has the rounding
+    errors of its terms. If a head averages values of size 1 to 0.01, its errors are those of the
     values, a hundred times as large as its own.
     """
     squares = values.float().flatten(0, -2).square().mean(dim=dim, keepdim=True)
@@ -164,5 +165,5 @@ def measure_sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def find_worst(found: Iterable[Difference]) -> Difference:
-    """The one that is farthest beyond its bound, or nearest to it."""
+    """Return the difference with the largest excess."""
     return max(found, key=lambda finding: finding.excess)

@@ -1,12 +1,12 @@
-"""Before a server serves: small prefills of synthetic requests, as stock and cut, compared.
+"""The self-check at start: small prefills of synthetic requests, as stock and cut, compared.
 
-Stock is watched once on requests that exceed the window. Then the cut runs on stock's own rows and
-is compared step by step (``layerwise``): for the last rows, for suffixes as for input logprobs, for
-an intermediate chunk, and by the captured tail. The logits that SGLang computes from the rows must
-be those of the right request.
+Stock is recorded once on requests that exceed the window. Then the cut runs on stock's rows and is
+compared step by step (``layerwise``): for last rows, for suffixes as with input logprobs, for an
+intermediate chunk, and with the captured tail. The logits that SGLang computes from the rows must
+belong to the right request.
 
-Last, one whole forward runs as it will serve, but with stock's rows before the cut. Its K and V are
-compared, and its logits must be numbers. No slot of other requests may change in all of this.
+Finally one whole forward runs as in serving, but with stock's rows before the cut. Its K and V are
+compared, and its logits must be finite. No slot of another request may change during the check.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ RAISED = "the fast path raised an error"
 NO_NUMBERS = "logits that are not numbers"
 OTHERS_SLOTS = "slots that are not the requests' were written to"
 # Triton compiles a kernel three times: for 1 request, for a multiple of 16, and for other numbers,
-# as the comparisons have. In a cut prefill this is SGLang's extend kernel, before the cut; and if
-# the tail runs eagerly, the kernel that plans its decode step.
+# which the comparisons use. In a cut prefill these kernels are SGLang's extend kernel before the
+# cut and, if the tail runs eagerly, the one that plans its decode step.
 _OTHER_NUMBERS = (1, 16)
 
 
 class FastPathError(Exception):
-    """A forward failed on the fast path; it is logged, with its traceback."""
+    """A forward failed on the fast path; the failure is logged with its traceback."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of the check: the worst comparison, or why nothing was compared."""
+    """The result of the check: the worst comparison, or the reason why nothing was compared."""
 
     worst: Difference | None = None
     seconds: float = 0.0
@@ -63,7 +63,7 @@ class CheckResult:
 
     @property
     def agrees(self) -> bool:
-        """True if prefills may be cut: nothing differs, or the operator wants no check."""
+        """True if prefills may be cut: nothing differs, or the check is disabled."""
         if self.worst is None:
             return self is NOT_WANTED
         return self.worst.is_rounding
@@ -72,8 +72,8 @@ class CheckResult:
         if self.worst is None:
             return f"not checked: {self.unchecked}"
         if self.agrees:
-            return f"checked layer by layer: at most {self.worst}"
-        return f"checked layer by layer: {self.worst}"
+            return f"self-check passed: worst {self.worst}"
+        return str(self.worst)
 
     def to_json(self) -> dict[str, Any]:  # for /server_info
         what = error = allowed = None
@@ -88,12 +88,12 @@ class CheckResult:
         }
 
 
-#: The result where the operator wants no check, on all ranks.
+#: The result if the check is disabled, on all ranks.
 NOT_WANTED = CheckResult(unchecked=f"{settings.name_of('self_check')}=0")
 
 
 def check_model(runner: Any, state: ModelState) -> CheckResult:
-    """Run and compare on a ``ModelRunner`` that serves no request; what was written is put back."""
+    """Run all comparisons on an idle ``ModelRunner``; slots that are written are restored."""
     began = time.monotonic()
     found = list[Difference]()
     try:
@@ -114,14 +114,17 @@ def check_model(runner: Any, state: ModelState) -> CheckResult:
 def run_both_paths(
     runner: Any, state: ModelState, lengths: Sequence[synthetic_requests.Lengths] = ()
 ) -> Iterator[BothPaths]:
-    """Both paths, stock watched on synthetic requests already; or ``NotComparableError``.
+    """Yield both paths, with stock recorded on synthetic requests.
 
     Args:
         lengths: of the requests, as for ``make_synthetic_requests``.
+
+    Raises:
+        NotComparableError: the requests do not fit, or stock cannot be recorded.
     """
     with ExitStack() as stack:
         graphs = compat.server.get_captured_prefills(runner)
-        if graphs is not None:  # prefills run eagerly
+        if graphs is not None:  # run prefills eagerly
             stack.enter_context(patched(graphs, can_run_graph=lambda _: False))
         synthetic = synthetic_requests.make_synthetic_requests(runner, state, lengths)
         yield BothPaths(state, stack.enter_context(synthetic))
@@ -131,12 +134,12 @@ class BothPaths:
     """The same synthetic requests, run as stock and on the fast path."""
 
     def __init__(self, state: ModelState, synthetic: SyntheticRequests) -> None:
-        """Watch stock."""
+        """Run stock, and record it."""
         self._state = state
         self._requests = synthetic
         lens = synthetic.lens
         device = synthetic.requests[0].ids.device
-        # One request with several rows, one with its last alone, one with all.
+        # One request with several rows, one with its last only, one with all.
         self._starts = [*lens[:-1], 0]
         self._starts[0] = 2
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
@@ -148,12 +151,12 @@ class BothPaths:
         if not run.logits.isfinite().all():
             raise NotComparableError(NOT_FINITE)
         self._logits = run.logits
-        #: K and V of layer S-1, and of those before it.
+        #: K and V of layer S-1, and of the layers before it.
         *before_cut, (_, stock.keys) = run.caches.items()
         self._before_cut = dict(before_cut)
 
     def findings(self) -> list[Difference]:
-        """Run all comparisons, and return what they have found.
+        """Run all comparisons, and return their findings.
 
         Raises:
             NotComparableError: a batch that should have been cut was not.
@@ -175,7 +178,7 @@ class BothPaths:
         return found
 
     def compile_kernels(self, runner: Any) -> None:
-        """Run prefills whose kernels the comparisons do not compile; else a user's would wait."""
+        """Compile kernels that the comparisons do not use, so that no request waits for them."""
         for number in _OTHER_NUMBERS:
             if number <= runner.max_running_requests:
                 same = [self._requests.requests[0]] * number
@@ -189,10 +192,10 @@ class BothPaths:
         *,
         finishes: bool = True,
     ) -> list[Difference]:
-        """Run the cut on stock's rows, and compare; by the state's captured tail, if it has one."""
+        """Run the cut on stock's rows, with the captured tail if there is one, and compare."""
         forward = _OnStocksRows(state, self._stock.of_rows(kept.indices))
 
-        # SGLang calls it with these by place or by name.
+        # SGLang passes these by position or by name.
         def run(input_ids: Any, positions: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:  # noqa: ARG001
             return serve_forward(get_state(state.model), forward_batch, forward)
 
@@ -202,13 +205,13 @@ class BothPaths:
         replays = state.captured is not None
         if replays and seen.outcome != counters.TAIL_CAPTURED:
             raise NotComparableError(NOT_REPLAYED)
-        if finishes and not replays:  # a captured tail is not given stock's steps
+        if finishes and not replays:  # a captured tail does not run on stock's steps
             rows = self._stock.layer_inputs[state.cut_layer]
             found.append(layerwise.compare_logits(self._logits, seen.logits, rows=rows))
         return found
 
     def _as_served(self) -> list[Difference]:
-        """Run a whole forward as it will serve, but with stock's rows before the cut."""
+        """Run a whole forward as in serving, but with stock's rows before the cut."""
         state, given = self._state, self._stock.layer_inputs
 
         def force(number: int, _: Any, __: Any, call: dict[str, Any]) -> None:
@@ -227,7 +230,7 @@ class BothPaths:
         given: Mapping[int, Any] | None = None,
         **kind: bool,
     ) -> tuple[ForwardResult, list[Difference]]:
-        """Run a forward that must be cut; its K and V of layers before the cut are compared."""
+        """Run a forward that must be cut, and compare K and V of the layers before the cut."""
         run = self._requests.run(state, starts, given=given, **kind)
         if run.outcome == counters.FAILED:
             raise FastPathError
@@ -241,11 +244,11 @@ class BothPaths:
 
 @dataclass
 class _OnStocksRows:
-    """A forward whose layers before the cut have computed what stock's have; a ``Forward``.
+    """A ``Forward`` that starts at the cut with stock's rows.
 
     Attributes:
-        known: what stock computes.
-        found: what its steps have shown, once it has run.
+        known: stock's results.
+        found: the findings, once it has run.
     """
 
     state: ModelState
@@ -258,5 +261,5 @@ class _OnStocksRows:
         return rows
 
     def stock(self) -> torch.Tensor:
-        """Return something finite, since nothing of this forward is compared."""
+        """Return finite rows; nothing of this forward is compared."""
         return self.known.layer_inputs[self.state.cut_layer].clone()

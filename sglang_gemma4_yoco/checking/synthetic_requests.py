@@ -1,9 +1,9 @@
-"""Prefills of synthetic requests, in slots of a server that runs no request.
+"""Prefills of synthetic requests, in KV slots of an idle server.
 
 With a window of 512 and pages of one slot, the requests have 0 + 7, 508 + 6 and 1025 + 5 tokens
 (cached + new): a few rows each, so that a forward takes milliseconds, and rows around the window's
-edge. Those that have no room beside each other are run one batch after another. What is cached is
-random K and V. All that was written is put back at the end.
+edge. Requests that do not fit together run in separate batches. The cached K and V are random. All
+slots that are written are restored at the end.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,11 +48,11 @@ class ForwardResult(NamedTuple):
     logits: torch.Tensor  # [requests, vocabulary]
     #: K and V of the new tokens, each [T, kv_heads, head_dim], by layer from 0 to S-1.
     caches: dict[int, KeysAndValues]
-    outcome: Outcome | None  # as which it was counted; None if it was not counted
+    outcome: Outcome | None  # None if it was not counted
 
 
 class SyntheticRequests:
-    """Requests whose prefix is in the pools, for any number of forwards; ``lens``: new tokens."""
+    """Requests with cached prefixes, for any number of forwards; ``lens``: new tokens."""
 
     def __init__(self, runner: Any, state: ModelState, requests: Sequence[Request]) -> None:
         self.lens = [len(request.ids) for request in requests]
@@ -71,34 +71,34 @@ class SyntheticRequests:
         finishes: bool = True,
         given: Mapping[int, KeysAndValues] | None = None,
     ) -> ForwardResult:
-        """Run one forward, which is counted nowhere.
+        """Run one forward that is not counted.
 
         Args:
-            state: the model's, or one that was made of it: how the forward is served.
-            starts: the new token from which on a request wants input logprobs; None without any.
+            state: the model's, or a copy with other fields, which serves the forward.
+            starts: each request's first new token with input logprobs; None without any.
             finishes: some request's prompt ends here.
-            given: ``Run.caches`` of layers that do not run, written to the pool first.
+            given: ``ForwardResult.caches`` of layers that do not run, written to the pool first.
         """
         before = given or {}
         for layer, cached in self._caches.items():
-            # What is not written must not look as if it were.
+            # Zeros, so that stale K and V cannot mask a missing write.
             cached.write(before.get(layer, (0, 0)))
         batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
-        # A plan may be left by a forward that fails.
+        # A forward that fails may leave a plan behind.
         own = replace(state, planned_rows=None, counters=Counters(logs=False))
         with own.in_place():
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
-        if state.unsupported is None and own.unsupported is not None:  # no forward can be cut
+        if state.unsupported is None and own.unsupported is not None:  # no forward is cuttable
             self._state.turn_off(own.unsupported)
         caches = {layer: cached.read() for layer, cached in self._caches.items()}
         return ForwardResult(logits, caches, next(iter(own.counters.forwards), None))
 
     def others_changed(self) -> bool:
-        """Return True if a slot that is not for a new token of these was written to."""
+        """Return True if a slot was written that holds no new token of these requests."""
         return not all(map(torch.equal, self._before, self._others()))
 
     def _others(self) -> list[torch.Tensor]:
-        """Copies of what is restored; zeros for the new tokens, and for slot 0 of the padding."""
+        """Return copies of the restored slots, with zeros for new tokens and slot 0 (padding)."""
         end = _find_end(self.requests)
         others = list[torch.Tensor]()
         for cached in self._caches.values():
@@ -112,14 +112,14 @@ class SyntheticRequests:
 def make_synthetic_requests(
     runner: Any, state: ModelState, lengths: Sequence[Lengths] = ()
 ) -> Iterator[SyntheticRequests]:
-    """Requests to run, on whichever path is on; it skips every row that it can.
+    """Yield requests to run on the current path, which skips every row that it can.
 
     Args:
         runner: SGLang's ``ModelRunner``; nothing else reads or writes its pools meanwhile.
-        lengths: a batch of ``choose_batches``; none for the largest, of which the first.
+        lengths: a batch of ``choose_batches``; empty for its first one with the most requests.
 
     Raises:
-        NotComparableError: the pools have no room for them.
+        NotComparableError: they do not fit into the pools.
     """
     window = compat.attention.find_window(state.model.layers)
     lengths = lengths or max(choose_batches(runner, state), key=len)
@@ -132,7 +132,7 @@ def make_synthetic_requests(
     if mapping is not None:
         places.append(mapping[:end])
     each = settings.changed(min_skipped_rows=1)
-    # SGLang's scheduler would take it for the event of a batch that it has launched.
+    # SGLang's scheduler would mistake it for the event of its own batch.
     own_event = patched(runner, shared_read_done_event=None)
     with torch.no_grad(), each, own_event, restore_afterwards(places):
         for r in requests:
@@ -146,7 +146,7 @@ def make_synthetic_requests(
 @contextmanager
 def restore_afterwards(places: Sequence[torch.Tensor]) -> Iterator[None]:
     """Restore the contents of these views at the end of the ``with`` block."""
-    with ExitStack() as stack:  # which goes on with the others where one cannot be restored
+    with ExitStack() as stack:  # restores the others if one fails
         for place in places:
             stack.callback(place.copy_, place.clone())
         yield
@@ -155,18 +155,19 @@ def restore_afterwards(places: Sequence[torch.Tensor]) -> Iterator[None]:
 def choose_batches(runner: Any, state: ModelState) -> list[list[Lengths]]:
     """Return a short request, one at the window's edge and one far beyond it, by batch.
 
-    They are in one batch, or one after another where the table has fewer rows or the pools have
-    fewer slots: with two rows and 600 slots, for example, as [(595, 5)], [(508, 6)] and
-    [(0, 7), (0, 7)]. What is cached ends with a page. None is longer than any prompt of the server.
+    They share one batch, or run in separate ones if the table has too few rows or the pools too few
+    slots: with two rows and 600 slots, for example, as [(595, 5)], [(508, 6)] and
+    [(0, 7), (0, 7)]. Cached lengths are multiples of the page size. None exceeds the server's
+    longest prompt.
 
     Raises:
-        NotComparableError: the server has room for prompts like which none can be made.
+        NotComparableError: the pools have no room for requests like the server's longest prompts.
     """
     window = compat.attention.find_window(state.model.layers)
     page = runner.token_to_kv_pool_allocator.page_size
     table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool
     slots = [len(pool.get_key_buffer(number)) for number in range(state.cut_layer + 1)]
-    # In each pool the first page is reserved, and in the table the first row.
+    # The first page of each pool and the first row of the table are reserved.
     pages, rows = min(slots) // page - 1, len(table) - 1
     reach = min(max(slots) - page, table.shape[1])  # tokens of the longest prompt
     longest = min(pages * page, reach)
@@ -184,19 +185,19 @@ def choose_batches(runner: Any, state: ModelState) -> list[list[Lengths]]:
     if rows < len(requests) or needed > pages:
         return separate
     if state.captured is not None and state.captured.rows[-1] < len(requests):
-        return [requests, *separate]  # no graph has room for all
+        return [requests, *separate]  # no graph fits all
     return [requests]
 
 
 def _make_requests(runner: Any, state: ModelState, batch: Sequence[Lengths]) -> list[Request]:
-    """Requests of these lengths; the pages of each are shuffled, in each pool otherwise."""
+    """Return requests of these lengths, with pages shuffled differently in each pool."""
     page = runner.token_to_kv_pool_allocator.page_size
     vocabulary, draw = state.model.config.vocab_size, torch.Generator().manual_seed(0)
     requests, first_page = list[Request](), 1  # the first one is reserved
     for row, (cached, new) in enumerate(batch, start=1):
         length = cached + new
         end_page = first_page - (-length // page)
-        # In the middle of the vocabulary: Gemma keeps special tokens at both ends.
+        # From the middle of the vocabulary: Gemma has special tokens at both ends.
         ids = torch.randint(vocabulary // 2, vocabulary * 9 // 10, (new,), generator=draw)
         tensors = [ids]
         shuffled = first_page + torch.randperm(end_page - first_page, generator=draw)
@@ -212,19 +213,19 @@ def _find_end(requests: Sequence[Request]) -> int:
 
 
 def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], window: int) -> None:
-    """Write random K and V into the requests' slots, as large as the model's own.
+    """Write random K and V into the requests' slots, at the scale of the model's own.
 
-    The values at the edge of the last row's window, of the first token inside and the last one
-    outside, are as large as all others together: bf16's rounding would hide one of 512 equal ones.
+    At the edge of the last row's window, the values of the first token inside and the last one
+    outside are as large as all others together: bf16 rounding would hide one of 512 equal values.
     """
     generator, end = torch.Generator(runner.device).manual_seed(0), _find_end(requests)
     for number in range(state.cut_layer + 1):
         keys, values = runner.token_to_kv_pool.get_kv_buffer(number)
         values[:end].normal_(generator=generator)
-        # Gemma 4 scales no scores: its weights keep keys small.
+        # Gemma 4 does not scale scores: its weights keep keys small.
         scale = state.adapter.get_key_scale(state.model.layers[number])
         keys[:end].normal_(generator=generator).mul_(scale)
-        most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
+        most = torch.finfo(values.dtype).max / 8  # normal samples are below 8
         for request in requests:
             inside = len(request.slots) - window
             edge = [token for token in (inside - 1, inside) if 0 <= token < request.cached]
@@ -235,9 +236,9 @@ def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], wi
 def make_prefill_batch(
     runner: Any, requests: Sequence[Request], *, starts: Sequence[int] | None, finishes: bool
 ) -> Any:
-    """The batch of ``SyntheticRequests.run``, with SGLang's own fields, except for sampling.
+    """Return the batch of ``SyntheticRequests.run``, with SGLang's fields except for sampling.
 
-    A request that wants no input logprobs starts at its length.
+    The start of a request without input logprobs is its length.
     """
     size = len(requests)
     batch = compat.batch.ForwardBatch(
@@ -255,7 +256,7 @@ def make_prefill_batch(
     if starts is not None:
         batch.top_logprobs_nums = [0] * size
         batch.token_ids_logprobs = [None] * size
-        # The token after each one, 0 after the last. No one reads their logprobs.
+        # The token after each one, 0 after the last; the logprobs are not read.
         following = [torch.nn.functional.pad(r.ids[1:], (0, 1)) for r in requests]
         wanted = [ids[start:] for ids, start in zip(following, starts, strict=True)]
         batch.extend_input_logprob_token_ids_gpu = torch.cat(wanted)
@@ -265,12 +266,12 @@ def make_prefill_batch(
 
 
 def _list_new_slots(requests: Sequence[Request]) -> torch.Tensor:
-    """[T], in the full pool."""
+    """Return the slots of the new tokens in the full pool, [T]."""
     return torch.cat([r.slots[r.cached :] for r in requests])
 
 
 def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
-    """The fields of a batch that say which rows these requests have."""
+    """Return the fields of a batch that describe the rows of these requests."""
     prefixes = [r.cached for r in requests]
     lens = [len(r.ids) for r in requests]
     input_ids = torch.cat([r.ids for r in requests])
@@ -291,7 +292,7 @@ def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
         "out_cache_loc": _list_new_slots(requests),
         "positions": torch.cat(positions),
         "extend_num_tokens": total,
-        # How a captured prefill separates rows from padding.
+        # A captured prefill separates rows from padding by it.
         "global_num_token_non_padded_cpu": total,
         "extend_seq_lens": new.int(),
         "extend_prefix_lens": cached.int(),

@@ -1,12 +1,12 @@
-"""A captured tail must give what the same layers give eagerly, or it is not used.
+"""Comparison of each graph of the tail with an eager run of its layers; failing graphs are dropped.
 
-Each graph is replayed on random inputs, over the synthetic requests: full, and with as much padding
-as a batch can have. Two rows that follow each other differ in every input, request, position and
-length included: a graph that takes one row's for another's gives other numbers.
+Each graph is replayed on random inputs, over the synthetic requests: full, and with the most
+padding that a batch can have. Adjacent rows differ in every input, including request, position and
+length, so a graph that mixes up rows gives other results.
 
-The eager layers get the same numbers, padding included, in other memory. So both run the same
-kernels on the same shapes. Both plan over the same widened window: that it is right is shown by the
-comparisons with stock (``checking.self_check``).
+The eager layers get the same inputs, padding included, in other memory. So both run the same
+kernels on the same shapes. Both plan over the same widened window, which the comparisons with stock
+cover (``checking.self_check``).
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from sglang_gemma4_yoco.checking.synthetic_requests import (
 )
 from sglang_gemma4_yoco.core import ranks
 
-# Of the last layer's rows, normed: what another kernel for its last products would make.
+# For the last layer's normed rows, as if its last products used another kernel.
 TAIL, _TOLERANCE = "the captured tail", Tolerance(2.0)
 DIFFERS = "no graph gives what the eager layers give"
 
@@ -35,9 +35,9 @@ def check_graphs(tail: TailGraphs, runner: Any) -> str | None:
     """Compare every graph with the eager layers, and drop those that differ, on all ranks.
 
     Returns:
-        Why none of them may be used, or None.
+        The reason why none of them may be used, or None.
     """
-    for size in tail.rows:  # ascending: the next one then has the padding of a dropped one's rows
+    for size in tail.rows:  # ascending: the next one takes over a dropped one's rows as padding
         try:
             largest = rounding.find_worst(compare_graph(tail, runner, size))
         except NotComparableError as why:
@@ -46,8 +46,8 @@ def check_graphs(tail: TailGraphs, runner: Any) -> str | None:
         if not agrees:
             log.log_error(
                 f"Gemma 4 fast prefill: the tail captured for {size} rows differs from the "
-                f"eager one (relative error {largest.error:.1e}, up to "
-                f"{largest.allowed:.1e} is rounding) and is not used"
+                f"eager one (relative error {largest.error:.1e}, tolerance "
+                f"{largest.allowed:.1e}) and is not used"
             )
         differ = ranks.find_difference(f"the graph for {size} rows agrees: {agrees}")
         if not agrees or differ is not None:
@@ -58,7 +58,7 @@ def check_graphs(tail: TailGraphs, runner: Any) -> str | None:
 
 
 def compare_graph(tail: TailGraphs, runner: Any, size: int) -> list[Difference]:
-    """Compare the graph for ``size`` rows with the eager layers: with most padding, and none."""
+    """Compare the graph for ``size`` rows with the eager layers, with most and with no padding."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((rows for rows in tail.rows if rows < size), default=0) + 1
     bucket, found = tail.buckets[size], list[Difference]()
@@ -73,10 +73,10 @@ def compare_graph(tail: TailGraphs, runner: Any, size: int) -> list[Difference]:
 
 
 def compare_eager(replay: Replay, found: torch.Tensor, **others: torch.Tensor | None) -> Difference:
-    """Compare what a replay has given, [B, hidden], with the same layers, run eagerly.
+    """Compare a replay's result [B, hidden] with an eager run of the same layers.
 
     Args:
-        others: ``Inputs`` that replace those of the kept rows.
+        others: fields of ``Inputs`` that replace those of the kept rows.
     """
     return rounding.compare_rows(TAIL, run_eagerly(replay, **others), found, _TOLERANCE)
 
@@ -96,7 +96,7 @@ def run_eagerly(replay: Replay, **others: torch.Tensor | None) -> torch.Tensor:
 
 
 def _fill_inputs(inputs: Inputs, requests: Sequence[Request], generator: torch.Generator) -> None:
-    """Fill in random rows, of the requests in turn: row i of n at (n - i) / n of its request.
+    """Fill in random rows, from the requests in turn: row i of n at (n - i) / n of its request.
 
     With requests of 7, 514 and 1030 tokens, 4 rows have 1030, 385, 3 and 257 keys.
     """

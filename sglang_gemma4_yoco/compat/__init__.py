@@ -1,6 +1,6 @@
-"""SGLang as this package uses it. No other folder imports SGLang, but for what an operator runs.
+"""The SGLang interface of this package. Only this folder and ``commands`` import SGLang.
 
-Where supported releases differ, the difference is handled here.
+Differences between supported releases are handled here.
 """
 
 from sglang_gemma4_yoco.compat import (

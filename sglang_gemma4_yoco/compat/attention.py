@@ -1,4 +1,4 @@
-"""Attention backends: the one that a forward uses, the tail's own, how its steps are planned."""
+"""Attention backends: a forward's current one, the tail's own, and the planning of its steps."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -28,14 +28,14 @@ TAIL_BACKEND = "triton"
 def is_capturing() -> bool:
     """Return True if this forward is being captured into a CUDA graph, or replayed around one.
 
-    A captured forward runs its Python once, for a padded batch. What was decided for that batch
-    would be replayed for all others.
+    A captured forward runs its Python code once, for a padded batch. Decisions for that batch would
+    be replayed for all others.
     """
     return bool(get_is_capture_mode() or is_in_tc_piecewise_cuda_graph())
 
 
 def get_current_backend() -> Any | None:
-    """The attention backend that this forward uses, or None outside of a forward."""
+    """Return the attention backend of this forward, or None outside of a forward."""
     if not forward_context.has_forward_context():
         return None
     return forward_context.get_forward_context().attn_backend
@@ -62,22 +62,22 @@ def frees_tables_early(backend: Any) -> bool:
 
 
 def list_parts(backend: Any) -> list[Any]:
-    """The backends of a hybrid, for prefills and for decode steps; of another, itself."""
+    """Return a hybrid's backends for prefill and decode, or a list of the backend itself."""
     if type(backend) is HybridAttnBackend:
         return [backend.prefill_backend, backend.decode_backend]
     return [backend]
 
 
 def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
-    """A second attention backend over the runner's memory pools: what is registered as Triton's.
+    """Return a second attention backend over the runner's memory pools, registered as Triton's.
 
-    Its steps are planned for the window of these decoder layers. Gemma 3n's have one of 512, where
-    the runner's is 511: stock's rows see what the layers say.
+    Its steps are planned for the window of these decoder layers: for Gemma 3n that is 512, where
+    the runner's is 511. Stock's rows use the layers' window.
     """
     backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)
     window = find_window(layers)
     if window > 0:
-        backend.sliding_window_size = window - 1  # its own key is not among them
+        backend.sliding_window_size = window - 1  # without a row's own key
     backend.prefill_attention_backend_str = backend.decode_attention_backend_str = TAIL_BACKEND
     return backend
 
@@ -102,7 +102,7 @@ def _counts_the_window_short(backend: Any) -> bool:
 def plan_tail(backend: Any, forward_batch: Any) -> None:
     """Build ``backend``'s attention metadata for the tail's batch, over the whole window.
 
-    This reads nothing from the device.
+    Reads nothing from the device.
     """
     with ExitStack() as stack:
         if forward_batch.forward_mode is batch.ForwardMode.DECODE:
@@ -113,20 +113,20 @@ def plan_tail(backend: Any, forward_batch: Any) -> None:
 
 
 def widen_window(backend: Any) -> AbstractContextManager[None]:
-    """Let a decode step that is planned here see in its window what an extend row sees."""
+    """Plan decode steps in the block with the window of an extend row."""
     if not _counts_the_window_short(backend):
         return nullcontext()
     return patched(backend, sliding_window_size=backend.sliding_window_size + 1)
 
 
 def _allocate_windows(backend: Any, requests: int) -> AbstractContextManager[None]:
-    """Give the planner a buffer for the windows' keys that is large enough for any.
+    """Give the planner a buffer of the maximum size for the windows' keys.
 
-    Without one, the planner reads from the device how many keys there are, to allocate as much.
-    It writes request after request and notes where each begins, so the rest is not read. SGLang
-    itself gives it a buffer in this way when it captures a CUDA graph.
+    Otherwise the planner reads the number of keys from the device to allocate it. It writes request
+    after request and records their starts, so the rest is not read. SGLang passes a buffer in the
+    same way when it captures a CUDA graph.
     """
-    from sglang.srt.layers.attention import triton_backend  # which no other backend needs
+    from sglang.srt.layers.attention import triton_backend  # only Triton needs it
 
     room = requests * backend.sliding_window_size
     buffer = torch.empty(room, dtype=torch.int64, device=backend.device)
@@ -135,7 +135,7 @@ def _allocate_windows(backend: Any, requests: int) -> AbstractContextManager[Non
 
 
 def count_keys_in_window(attention: Any) -> int:
-    """How many keys a row of this ``RadixAttention`` sees, its own among them; 0 if it sees all."""
+    """Return the number of keys in a row's window, its own included; 0 without a window."""
     size: int | None = getattr(attention, "sliding_window_size", None)
     if size is None or size < 0:
         return 0
@@ -143,5 +143,5 @@ def count_keys_in_window(attention: Any) -> int:
 
 
 def find_window(layers: Iterable[Any]) -> int:
-    """The same for a row of these decoder layers whose window is the largest."""
+    """Return the largest window of these decoder layers, in keys; 0 without any."""
     return max(count_keys_in_window(layer.self_attn.attn) for layer in layers)

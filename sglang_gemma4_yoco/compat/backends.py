@@ -1,13 +1,13 @@
-"""SGLang's attention backends: which of them a model admits, and on what evidence.
+"""SGLang's attention backends: those that a model admits, and the evidence.
 
-``TABLE`` is the only list of them: what a server admits, what ``doctor`` says, and the tables of
-the documents follow from it. A class that it does not admit for a model runs as stock, and so does
-one that is derived from a class it admits.
+``TABLE`` is the only list of them: admission in a server, the output of ``doctor``, and the tables
+of the documents follow from it. A class that it does not admit for a model runs as stock, and so
+does a class derived from an admitted one.
 
-A class is right for prefills if an extend step writes K and V of all rows to the pools, and if each
-row sees in a window layer as many keys as the layer says, its own among them. It is right for the
-tail if a decode step over a donor's K and V sees what the prefill's row sees, and can be captured:
-it reads only buffers that planning fills.
+A class is correct for prefills if an extend step writes K and V of all rows to the pools, and if
+each row of a window layer sees the layer's number of keys, its own included. It is correct for the
+tail if a decode step over a donor's K and V sees the keys of the prefill's row, and can be
+captured: it reads only buffers that planning fills.
 """
 
 from typing import NamedTuple
@@ -16,26 +16,26 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 
 #: Tests run SGLang's own class.
 RUN = "run"
-#: The source of the class was read: 0.5.23 line by line, 0.5.22 by pattern.
+#: The source of the class was reviewed: 0.5.23 in full, 0.5.22 by grep.
 READ = "read"
 #: Not admitted.
 STOCK = "stock"
 
 
 class Backend(NamedTuple):
-    """A class of attention backends, and what is known of it for one model.
+    """A class of attention backends, and its status for one model.
 
     Attributes:
         model: as the documents call it.
-        path: of the class in SGLang 0.5.22 and 0.5.23, its module included.
+        path: of the class in SGLang 0.5.22 and 0.5.23, with its module.
         flags: the values of ``--attention-backend`` for which SGLang builds it for this model.
         prefills: ``RUN``, ``READ`` or ``STOCK``.
-        tests: files below ``test/srt``, or tests in them. They show that the class is right; if its
-            source was read, that another class in its place is; else that it is refused.
-        tail: tests that run the tail on it. Without them it may not run the tail.
+        tests: files below ``test/srt``, or tests in them. They show that the class is correct; if
+            ``READ``, that another class in its place is; if ``STOCK``, that it is refused.
+        tail: tests that run the tail on it. Without them it must not run the tail.
         chosen: when SGLang chooses it.
         note: for the documents, in Markdown.
-        reason: what a server logs that is refused for this, if not the general reason.
+        reason: the reason for refusing a server, if not the general one.
     """
 
     model: str
@@ -127,17 +127,17 @@ TABLE = (
         reason=FLASHINFER_DIFFERS,
     ),
 )
-#: What ``TABLE`` has for one model, by the path of the class.
+#: The rows of ``TABLE`` for one model, by the path of the class.
 Attention = dict[str, Backend]
 
 
 def judge(model: str) -> Attention:
-    """Return what ``TABLE`` has for a model."""
+    """Return the rows of ``TABLE`` for a model, by the path of the class."""
     return {row.path: row for row in TABLE if row.model == model}
 
 
 def list_flags(attention: Attention, *prefills: str) -> list[str]:
-    """Return the flags of the classes of which this is known."""
+    """Return the flags of the classes with one of these values of ``prefills``."""
     return [flag for row in attention.values() if row.prefills in prefills for flag in row.flags]
 
 
@@ -147,7 +147,7 @@ def get_path(kind: type) -> str:
 
 
 def may_run_tail(attention: Attention, backend: object) -> bool:
-    """Return true if the tail may run on a backend: tests have run it on its class."""
+    """Return True if the tail may run on a backend: tests run it on its class."""
     row = attention.get(get_path(type(backend)))
     return row is not None and bool(row.tail)
 

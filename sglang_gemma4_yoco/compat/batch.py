@@ -1,4 +1,4 @@
-"""SGLang's batch: its modes, and decode steps that are made here."""
+"""SGLang's batch, its modes, and the construction of decode steps."""
 
 from typing import Any
 
@@ -8,23 +8,23 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Speculative
 
 CaptureHiddenMode = forward_batch_info.CaptureHiddenMode
 ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.ForwardMode
-#: Whether batches say that they finish no prompt, as in SGLang 0.5.23.
+#: True if batches are marked that finish no prompt, as in SGLang 0.5.23.
 MARKS_CHUNKS = hasattr(ForwardBatch, "contains_last_prefill_chunk")
 
 
 def mark_chunk(batch: Any, *, finishes: bool) -> None:
-    """Mark a batch with whether some prompt ends in it, where SGLang marks its own."""
+    """Mark whether some prompt ends in a batch, if this SGLang does so."""
     if MARKS_CHUNKS:
         batch.contains_last_prefill_chunk = finishes
 
 
 def get_captured_hidden_states() -> Any:
-    """Return which hidden states every batch of this server returns, whatever its requests want."""
+    """Return the hidden states that every batch of this server returns."""
     return forward_batch_info.get_server_return_hidden_states_mode()
 
 
 def make_decode_step(requests: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor) -> Any:
-    """A decode step of these rows, one per request, whose layers write no K and V; not planned.
+    """Return an unplanned decode step of these rows, one per request, that writes no K and V.
 
     Args:
         requests: [n], their rows in SGLang's table of tokens.

@@ -1,7 +1,7 @@
-"""SGLang's captured prefills: how their capture is repaired, and how a graph is left at its exit.
+"""SGLang's captured prefills: the fix of their capture, and the replay up to the exit.
 
-SGLang 0.5.22 and 0.5.23 cannot capture prefills of E2B and E4B: two layers that share K and V count
-as an error, and a multimodal model is captured with ids and embeddings at once (``docs/upstream``
+SGLang 0.5.22 and 0.5.23 cannot capture prefills of E2B and E4B: they reject layers that share
+K and V, and a multimodal model is captured with ids and embeddings at once (``docs/upstream``
 has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server does not start.
 """
 
@@ -22,21 +22,21 @@ from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope
 from sglang_gemma4_yoco.compat import layers, server
 from sglang_gemma4_yoco.patched import patched
 
-#: Its CUDA graph backend that captures prefills in segments, with attentions between them.
+#: SGLang's CUDA graph backend that captures segments, with eager attention between them.
 BREAKABLE = "breakable"
-#: Why capturing prefills ends a server of a model with shared layers.
-SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
-# Where the configuration of a multimodal model has the ids that stand for media.
+#: The reason why capturing prefills of a model with shared layers fails.
+SHARED_LAYER_IDS = "it rejects layers that share K and V"
+# The attributes of a multimodal config with the placeholder ids of media.
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
-# Where a graph of SGLang's has its exit point.
+# The attribute of an SGLang graph with its exit point.
 _POINT_ENTRY = "_yoco_exit_point"
 
 
 class ExitPoint(NamedTuple):
-    """Where a captured prefill can be left: before the attention of layer S-1.
+    """The exit point of a captured prefill: before the attention of layer S-1.
 
-    The tensors are those that Python held there when SGLang captured. The graph keeps their memory,
-    and later segments overwrite it.
+    Its tensors are those at that point of the capture. The graph owns their memory, and later
+    segments overwrite it.
     """
 
     segments: int  # of the graph that run before it
@@ -46,14 +46,14 @@ class ExitPoint(NamedTuple):
 
 
 def are_named() -> bool:
-    """Return True if these graphs are on because the operator has named them, not SGLang."""
+    """Return True if the operator requested these graphs, rather than SGLang's defaults."""
     named = getattr(server.get_published_arguments(), "cuda_graph_backend_prefill", None)
     return named == BREAKABLE == server.get_cuda_graph_backend("prefill")
 
 
 @contextmanager
 def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None]:
-    """Let SGLang capture prefills of text in the ``with`` block; each graph gets an exit point.
+    """Let SGLang capture text prefills in the ``with`` block, and give each graph an exit point.
 
     Args:
         model: a ``Gemma4TextModel``.
@@ -66,7 +66,7 @@ def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None
     def from_ids(
         input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **kwargs: Any
     ) -> Any:
-        if input_ids is not None:  # then embeddings beside them are not read
+        if input_ids is not None:  # embeddings are then ignored
             input_embeds, kwargs["per_layer_inputs"] = embed_text(model, config, input_ids)
         return stock(None, positions, forward_batch, input_embeds, **kwargs)
 
@@ -85,7 +85,7 @@ def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None
 
 
 def _note_exit_point(*tensors: torch.Tensor) -> None:
-    """Make the next break the exit point of the graph that is being captured, if one is."""
+    """Record the next break as the exit point of the graph that is being captured, if any."""
     capture = _current_capture_var.get()
     if capture is None:  # a warm-up, or a decode step
         return
@@ -95,10 +95,10 @@ def _note_exit_point(*tensors: torch.Tensor) -> None:
 
 
 def embed_text(model: Any, config: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Embed text as SGLang's multimodal model does eagerly; can be captured.
+    """Embed text like SGLang's multimodal model in eager mode; can be captured.
 
-    Ids that stand for media, of a literal ``<image>`` in a text, have the per-layer embeddings of
-    the padding.
+    Placeholder ids of media, as of a literal ``<image>`` in a text, get the padding's per-layer
+    embeddings.
 
     Args:
         ids: [T].
@@ -115,7 +115,7 @@ def embed_text(model: Any, config: Any, ids: torch.Tensor) -> tuple[torch.Tensor
 
 
 def replay_to_exit(graph: Any) -> ExitPoint:
-    """Run the segments before the exit point, and the breaks between them; return that point."""
+    """Run the segments and breaks before the exit point, and return that point."""
     point: ExitPoint = getattr(graph, _POINT_ENTRY)
     first = BreakableCUDAGraph()
     first._segments = graph._segments[: point.segments]
@@ -126,5 +126,5 @@ def replay_to_exit(graph: Any) -> ExitPoint:
 
 
 def list_graphs(backend: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
-    """By bucket the graph, and its output [bucket, hidden], which the next replay overwrites."""
+    """Return each bucket's graph and output [bucket, hidden], overwritten by the next replay."""
     return {bucket: (graph, backend._outputs[bucket]) for bucket, graph in backend._graphs.items()}

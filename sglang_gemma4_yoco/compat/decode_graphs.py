@@ -1,4 +1,4 @@
-"""SGLang's captured decode steps, and what captures and replays graphs for it."""
+"""SGLang's captured decode steps, and its capture and replay of CUDA graphs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +16,7 @@ _RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less
 
 
 def get_captured_steps(runner: Any) -> Any | None:
-    """SGLang's runner of its own captured decode steps, one graph per batch size; or None."""
+    """Return SGLang's runner of captured decode steps, one graph per batch size, or None."""
     graphs = runner.decode_cuda_graph_runner
     if server.get_cuda_graph_backend("decode") == "full" and isinstance(
         graphs, DecodeCudaGraphRunner
@@ -26,9 +26,9 @@ def get_captured_steps(runner: Any) -> Any | None:
 
 
 def make_graph_backend(decode_steps: Any) -> Any:
-    """A graph backend of SGLang's, with a memory pool of its own.
+    """Return an SGLang graph backend with a memory pool of its own.
 
-    In the pool of SGLang's graphs, what is free during a capture may be in use during a replay.
+    In the pool of SGLang's graphs, memory that is free in a capture may be in use in a replay.
     """
     backend = type(decode_steps.backend)(decode_steps)
     backend._pool = decode_steps.device_module.graph_pool_handle()
@@ -37,9 +37,9 @@ def make_graph_backend(decode_steps: Any) -> Any:
 
 @contextmanager
 def capture_session(decode_steps: Any, backend: Any) -> Iterator[None]:
-    """Here ``backend`` captures. With several ranks, all of them enter this together."""
+    """Let ``backend`` capture in the block, which all ranks enter together."""
     with (
-        # As SGLang does around its own captures: what is freed in one may end it.
+        # As SGLang does around its own captures: freeing memory in one may abort it.
         runners.freeze_gc(server.read_argument("enable_cudagraph_gc")),
         model_capture_mode(),
         graph_capture(stream=decode_steps.stream) as captured,
@@ -52,28 +52,28 @@ def find_memory_reason(device: torch.device) -> str | None:
     """Return why nothing can be captured, or None: a failed capture stops every rank."""
     if device.type != "cuda":
         return None
-    torch.cuda.empty_cache()  # what PyTorch keeps in reserve is free
+    torch.cuda.empty_cache()  # PyTorch's cached blocks are free
     free, _ = torch.cuda.mem_get_info(device)
     if free >= _RESERVE:
         return None
-    # Without the number: ranks compare their reasons, and each has another number.
+    # Without the number: ranks compare their reasons, and the number differs.
     return f"less than {_RESERVE >> 20} MiB of the GPU are free"
 
 
 def end_failed_capture(device: torch.device, backend: Any) -> None:
     """Clean up after a capture that CUDA has aborted; ``device`` has an index.
 
-    Up to torch 2.13 the random generator stays in capture mode, so that the first sampled token
-    would end the server, and the allocator goes on allocating in the graph's pool.
+    Up to torch 2.13 the random generator stays in capture mode, so the first sampled token would
+    end the server, and the allocator keeps allocating in the graph's pool.
 
     Raises:
-        RuntimeError: random numbers still cannot be drawn.
+        RuntimeError: the random generator still fails.
     """
     if device.type != "cuda":
         return
-    with suppress(RuntimeError):  # it has ended already
+    with suppress(RuntimeError):  # already ended
         torch._C._cuda_endAllocateToPool(device.index, backend._pool)
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
     torch.empty(1, device=device).uniform_()
-    server.wait_for_device(device.type)  # for its warm-ups, in memory that is freed next
+    server.wait_for_device(device.type)  # its warm-ups use memory that is freed next

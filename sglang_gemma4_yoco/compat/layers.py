@@ -1,4 +1,4 @@
-"""Layers: what they return, the residual stream that they pass on, whether weights are plain."""
+"""Layers: their outputs, the residual stream, and checks for plain weights."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ def get_rows(output: Any) -> torch.Tensor:
 
 
 def is_plain_tensor(weight: Any) -> bool:
-    """Return True for plain weights: no class of their own, as torchao's quantised ones have.
+    """Return True for plain weights: not of a tensor subclass, as torchao's quantised ones are.
 
-    ``isinstance(weight, torch.nn.Parameter)`` is true of those, too; their class is not derived.
+    ``isinstance(weight, torch.nn.Parameter)`` is True for those too, but ``issubclass`` is not.
     """
     kind = type(weight)
     return kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)

@@ -1,7 +1,7 @@
 """SGLang symbols that the package depends on, and the check at load that they exist.
 
-``plugin`` checks the supported range before it imports this folder. What all models need is listed
-here; what one model needs is listed in its own file, as ``TextModelNames``.
+``plugin`` checks the supported range before it imports this folder. Symbols for all models are
+listed here, those of one model in its own file, as ``TextModelNames``.
 """
 
 import inspect
@@ -16,9 +16,9 @@ from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 from sglang_gemma4_yoco.compat import attention, batch, release
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
-# Fields of a batch that the tail rewrites, or that decide whether it may be cut. One by another
-# name would pass for one that is not set. Whatever else is missing raises an error where it is
-# used, at the latest in the check at start.
+# Fields of a batch that the tail rewrites or that eligibility depends on. A renamed one would pass
+# as unset. Any other missing symbol raises an error where it is used, at the latest in the check
+# at start.
 _FIELDS = (
     "batch_size",
     "capture_hidden_mode",
@@ -54,7 +54,7 @@ _FIELDS = (
 _REMEDY = "Install a supported SGLang, or a newer sglang-gemma4-yoco"
 
 
-@dataclass(frozen=True, eq=False)  # two are the same if they are one object
+@dataclass(frozen=True, eq=False)  # compared by identity
 class TextModelNames:
     """The SGLang symbols that a text model's file uses.
 
@@ -63,9 +63,9 @@ class TextModelNames:
         loop: the attribute of the model that ends the loop over layers in its forward.
         signatures: the first parameters of functions and classes, by their path below the module of
             the class; ``...`` stands for any others.
-        outer_models: modules with the models around it, which give its rows to their logits
-            processor and nothing else.
-        modules: other modules of models whose classes or functions rows pass.
+        outer_models: modules with the models around it, which pass its rows only to their logits
+            processor.
+        modules: other model modules with classes or functions on the activation path.
         towers: parts of the outer models that run before the text model, and see none of its rows.
     """
 
@@ -78,16 +78,16 @@ class TextModelNames:
 
 
 def find_object(path: str) -> Any | None:
-    """Return SGLang's module, class or function of this name; None in a release that lacks it."""
+    """Return SGLang's module, class or function of this name, or None if it is missing."""
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
         return None
 
 
-@cache  # what is found when the package is loaded holds, whatever is wrapped later
+@cache  # the result at load holds, even if methods are wrapped later
 def find_missing(needed: TextModelNames) -> ServerRefusal | None:
-    """Return what the installed SGLang lacks of a model's names, with the remedy; or None."""
+    """Return the symbols of a model that SGLang lacks, with the remedy, or None."""
     missing = "; ".join(_find_missing(needed))
     if not missing:
         return None
@@ -119,7 +119,7 @@ def _has_signature(function: Any | None, wanted: str) -> bool:
 
 
 def _missing() -> Iterator[str]:
-    """Name everything that this package needs for any model and the installed SGLang lacks."""
+    """Yield the symbols needed for all models that the installed SGLang lacks."""
     wanted = "self, forward_batch"
     if not _has_signature(attention.AttentionBackend.init_forward_metadata, wanted):
         yield f"AttentionBackend.init_forward_metadata({wanted})"
@@ -129,7 +129,7 @@ def _missing() -> Iterator[str]:
 
 
 def check_names() -> None:
-    """Raise IncompatibleError, with what is missing and the remedy, unless all is there."""
+    """Raise IncompatibleError, with the remedy, if a symbol is missing."""
     missing = "; ".join(_missing())
     if missing:
         raise release.IncompatibleError(f"SGLang {release.INSTALLED} lacks {missing}. {_REMEDY}")

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SWAKVPool
 
 from sglang_gemma4_yoco.compat.attention import frees_tables_early, is_triton, list_parts
 
-#: Of some tokens, each [tokens, kv_heads, head_dim].
+#: K and V of some tokens, each [tokens, kv_heads, head_dim].
 KeysAndValues = tuple[torch.Tensor, ...]
 
 
@@ -20,13 +20,13 @@ def is_in_window_pool(pool: Any, layer: int) -> bool:
 
 
 def waits_for_loads(pool: Any) -> bool:
-    """Return True if K and V are loaded into this pool layer by layer, while others run."""
+    """Return True if K and V are loaded into this pool layer by layer during a forward."""
     pools = (pool, getattr(pool, "full_kv_pool", None), getattr(pool, "swa_kv_pool", None))
     return any(getattr(part, "layer_transfer_counter", None) is not None for part in pools)
 
 
 def is_allocated_later(pool: Any) -> bool:
-    """Return whether SGLang allocates K and V after it has captured graphs; 0.5.22 never does."""
+    """Return True if K and V are allocated after graphs are captured; never in 0.5.22."""
     return bool(getattr(pool, "post_capture_active", False))
 
 
@@ -46,19 +46,19 @@ def write_keys_and_values(
 
     Args:
         main: the attention backend of the layers before the cut, with its plan of this batch.
-        tail: the tail's, over the same pools.
+        tail: the tail's backend, over the same pools.
         attention: the layer's ``RadixAttention``.
         k, v: [T, kv_heads, head_dim].
     """
     pool, slots = tail.token_to_kv_pool, forward_batch.out_cache_loc
-    # Waits until a cache has loaded K and V of the prefix. Stock waits for it in the donor's
-    # attention, which an intermediate chunk does not run; the next batch does not wait again.
+    # Waits for K and V of the prefix to be loaded. Stock waits in the donor's attention, which an
+    # intermediate chunk does not run; the next batch does not wait again.
     pool.get_kv_buffer(attention.layer_id)
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):
         main = list_parts(main)[0]  # the one for prefills
-        # Triton's plan has them. So has that of a backend after whose planning the scheduler may
-        # rewrite the table that they would be looked up in.
+        # Triton's plan has them, and so has the plan of backends after whose planning the scheduler
+        # may rewrite the lookup table.
         if is_triton(main.__class__) or frees_tables_early(main):
             window_slots = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         if window_slots is None:
@@ -81,7 +81,7 @@ class CachedTokens:
     values: torch.Tensor
 
     def read(self) -> KeysAndValues:
-        """Copies of their K and V, each [tokens, kv_heads, head_dim]."""
+        """Return copies of their K and V, each [tokens, kv_heads, head_dim]."""
         return self.keys[self.slots], self.values[self.slots]
 
     def write(self, both: tuple[torch.Tensor | float, ...]) -> None:
@@ -90,9 +90,9 @@ class CachedTokens:
 
 
 def get_cached_tokens(owner: Any, layer: int, slots: torch.Tensor) -> CachedTokens:
-    """K and V of a layer, by its number in the model, at these slots of the full pool.
+    """Return K and V of a layer, by its number in the model, at these slots of the full pool.
 
-    The pools are those of ``owner``, a runner or an attention backend.
+    ``owner`` is a runner or an attention backend, whose pools are used.
     """
     pool = owner.token_to_kv_pool
     if is_in_window_pool(pool, layer):

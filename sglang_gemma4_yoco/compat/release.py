@@ -5,7 +5,7 @@ from importlib.metadata import version
 from packaging.version import Version
 
 FIRST_TESTED, LAST_TESTED = Version("0.5.22"), Version("0.5.23")
-#: The installed version; read once, since it comes from a file.
+#: The installed version, read once from a file.
 INSTALLED = version("sglang")
 
 
@@ -16,8 +16,8 @@ class IncompatibleError(RuntimeError):
 def find_release(installed: str) -> Version:
     """Return the release that a version belongs to.
 
-    Local builds and post-releases belong to the release that they were made from, pre-releases to
-    the one that they precede.
+    Local builds and post-releases belong to their base release, pre-releases to the release that
+    they precede.
 
     >>> [str(find_release(name)) for name in ("0.5.23+cu129", "0.5.23.post1", "0.5.24rc1")]
     ['0.5.23', '0.5.23', '0.5.24']
@@ -29,5 +29,5 @@ _RELEASE = find_release(INSTALLED)
 
 
 def is_newer_than_tested() -> bool:
-    """Return whether the installed SGLang belongs to a release after the last tested one."""
+    """Return True if the installed SGLang belongs to a release after the last tested one."""
     return _RELEASE > LAST_TESTED

@@ -11,18 +11,18 @@ from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs
 
-#: Set, Gemma 4 adds 1 to a copy of the positions; captured prefills read the original.
+#: If set, Gemma 4 adds 1 to a copy of the positions; captured prefills read the original.
 POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
 BARRIER_VARIABLE = "SGLANG_FORCE_COARSE_WAR_BARRIER"
-#: The argument that turns SGLang's own fast prefill on, where it has one (its change #27183).
+#: The argument that turns SGLang's own fast prefill on, if present (its change #27183).
 FAST_PREFILL = "kv_sharing_fast_prefill"
 _DUMPER = "DUMPER_"  # the variables of SGLang's dumper, whose names are made of its fields
 
 
 def read_argument(name: str) -> Any | None:
-    """An argument of the running server, as resolved; None outside of a server.
+    """Return a resolved argument of the running server; None outside of a server.
 
-    One that this SGLang does not have is None.
+    None, too, if this SGLang lacks the argument.
     """
     args = get_published_arguments()
     if not hasattr(args, name):
@@ -32,7 +32,7 @@ def read_argument(name: str) -> Any | None:
 
 
 def has_name(name: str) -> bool:
-    """Return whether this SGLang has a server argument or, in capitals, a variable of this name."""
+    """Return True if this SGLang has a server argument or (in capitals) variable of this name."""
     if name.startswith(_DUMPER):
         return hasattr(DumperConfig, name.removeprefix(_DUMPER).lower())
     if name.isupper():
@@ -46,7 +46,7 @@ def has_fast_prefill() -> bool:
 
 
 def read_variable(name: str) -> Any | None:
-    """The value of an environment variable of SGLang's; None if this SGLang does not have it."""
+    """Return the value of an SGLang environment variable; None if this SGLang lacks it."""
     if not hasattr(envs, name):
         return None
     return getattr(envs, name).get()
@@ -60,19 +60,19 @@ def get_published_arguments() -> Any | None:
 
 
 def is_single_rank() -> bool:
-    """Return True if no other rank computes a part of the same forward."""
+    """Return True if no other rank takes part in the forward."""
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
 def get_tensor_parallel_group() -> Any | None:
-    """SGLang's coordinator of the ranks that share this rank's layers; None for a rank alone."""
+    """Return SGLang's tensor-parallel group coordinator; None for a single rank."""
     if (read_argument("tp_size") or 1) == 1:
         return None
     return get_parallel().tp_group
 
 
 def get_cuda_graph_backend(of: str) -> str | None:
-    """The CUDA graph backend with which this server replays "prefill" or "decode", or None."""
+    """Return this server's CUDA graph backend for "prefill" or "decode", or None."""
     of_phase = getattr(read_argument("cuda_graph_config"), of, None)
     name: str | None = getattr(of_phase, "backend", None)
     if name == "disabled":
@@ -81,7 +81,7 @@ def get_cuda_graph_backend(of: str) -> str | None:
 
 
 def get_captured_prefills(runner: Any) -> Any | None:
-    """Return what replays captured prefills, or None: SGLang may ignore what the flags ask for."""
+    """Return SGLang's prefill graph runner, or None: SGLang may ignore the flags."""
     prefills = getattr(runner, "prefill_cuda_graph_runner", None)
     if isinstance(prefills, EagerRunner):
         return None

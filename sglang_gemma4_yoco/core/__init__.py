@@ -1,1 +1,1 @@
-"""One prefill: the check whether it may be cut, its plan, the cut, and the fallback to stock."""
+"""One prefill: its eligibility, its plan, the cut, and the fallback to stock."""

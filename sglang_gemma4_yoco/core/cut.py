@@ -1,4 +1,4 @@
-"""One prefill that is cut: the layers before the cut, K and V, the tail, the scatter.
+"""The cut of one prefill: the layers before it, K and V, the tail, the scatter.
 
 With T rows, B kept ones and S the first KV-shared layer, the FFNs of the L layers run
 on ``[T] * (S - 1) + [B] * (L - S + 1)`` rows. For E2B (S = 15, L = 35) and a prompt of 2048 tokens,
@@ -30,11 +30,11 @@ def run_prefill(
         stock: the model's own forward.
 
     Returns:
-        What ``stock`` returns: [T, hidden], or a tuple that begins with it. Rows that are not
+        The output of ``stock``: [T, hidden], or a tuple that begins with it. Rows that are not
         kept are finite, and never read.
 
     Raises:
-        NotCuttableError: the stock forward must serve the batch.
+        NotCuttableError: the batch must fall back to stock.
     """
     inputs = make_inputs(state, plan)
     with state.adapter.stop_before_cut(state.model, state.cut_layer, inputs.project) as at_cut:
@@ -49,7 +49,7 @@ def run_prefill(
 
 
 def make_inputs(state: ModelState, plan: Plan) -> PerLayerInputs:
-    """Return the per-layer inputs of this forward, to be split at the cut."""
+    """Return the per-layer inputs of this forward, split at the cut."""
     buffers = None
     if plan.runner is not None:
         buffers = plan.runner.buffers
@@ -70,15 +70,15 @@ def finish_prefill(
     positions: torch.Tensor,
     inputs: PerLayerInputs,
 ) -> None:
-    """Do all that comes after the layers before the cut.
+    """Write K and V of the donor, and run the tail.
 
     Args:
-        output: [T, hidden], whose kept rows are overwritten with those after the norm.
+        output: [T, hidden]; its kept rows are overwritten with those after the norm.
         rows: [T, ...], the residual at the input of layer S-1.
         positions: [T].
 
     Raises:
-        NotCuttableError: as ``run_prefill``.
+        NotCuttableError: like ``run_prefill``.
     """
     if not inputs.are_complete():
         raise NotCuttableError(OTHER_INPUTS)

@@ -1,9 +1,9 @@
 """Eligibility of a batch, decided once, right after SGLang has planned its attention.
 
-A wrong yes corrupts answers silently, a wrong no costs time. So a batch is cut only if it
-is known that only its kept rows are read, and its lengths are plain lists on the host. The decision
-depends on host fields alone, which are the same on every rank. Reasons that hold for all batches of
-a server are in ``loading/unsupported.py``.
+A false positive silently corrupts answers, a false negative costs time. So a batch is cut only if
+nothing but its kept rows is known to be read, and its lengths are plain lists on the host. The
+decision depends only on host fields, which are the same on every rank. Server-wide reasons are in
+``loading/unsupported.py``.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.refusal import Refusal
 
-# Not logged is what happens all the time: such a batch is not a prefill, or has too little to skip.
+# Frequent reasons are not logged: the batch is not a prefill, or has too few rows to skip.
 SPECULATIVE = Refusal("speculative decoding")
 HIDDEN_STATES = Refusal("hidden states of all rows are returned")
 LORA = Refusal("LoRA")
@@ -26,18 +26,18 @@ NOTHING_TO_SKIP = Refusal("every row of the batch is read", is_logged=False)
 TOO_LITTLE = Refusal("too few rows could be skipped", is_logged=False)
 IMAGE_LOGPROBS = Refusal("input logprobs of a multimodal prompt")
 MEDIA = Refusal("a multimodal prompt of this model")
-# Why a batch runs a captured prefill to its end.
+# Reasons why a batch replays its captured prefill in full.
 EXITS_CLOSED = Refusal("SGLang runs its captured prefill to the end")
 TAIL_NOT_CAPTURED = Refusal("its prefill is captured, and its tail is not")
 
-# Speculative decoding whose drafts read only the last row of a prompt. NGRAM finds drafts in the
-# text. A STANDALONE draft model runs on the prompt's ids by itself. Frozen-KV MTP attends to the
-# target's K and V; it captures every row (FULL), and reads the last one of each prompt.
+# Speculative decoding whose drafts read only the last row of a prompt. NGRAM drafts from the text.
+# A STANDALONE draft model runs on the prompt's ids. Frozen-KV MTP attends to the target's K and V;
+# it captures every row (FULL), and reads the last one of each prompt.
 _CAPTURES_FULL = "FROZEN_KV_MTP"
 LAST_ROW_DRAFTS = (_CAPTURES_FULL, "NGRAM", "STANDALONE")
 
-# A set field -> the reason. With one of these set, more rows than the last ones are read or moved.
-# All other fields are set only on servers that are refused at start, or for other models.
+# Field -> the reason if it is set: more rows than the last ones are then read or moved. All other
+# fields are set only on servers that are refused at start, or for other models.
 INELIGIBLE_FIELDS = {
     "spec_info": SPECULATIVE,
     "return_hidden_states_before_norm": HIDDEN_STATES,
@@ -61,8 +61,8 @@ class Eligible(NamedTuple):
 
     Attributes:
         kept: the rows whose logits the sampler and the logprobs read.
-        is_intermediate_chunk: no request in it finishes its prompt, so no row is read.
-        bucket: the captured tail's, with room for the kept rows; None if the tail runs eagerly.
+        is_intermediate_chunk: no request finishes its prompt in it, so no row is read.
+        bucket: the captured tail's bucket for the kept rows; None if the tail runs eagerly.
     """
 
     kept: KeptRows
@@ -82,10 +82,10 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refus
     """Decide whether this batch may be cut.
 
     Args:
-        forward_batch: SGLang's ``ForwardBatch``, which the model is about to run.
+        forward_batch: SGLang's ``ForwardBatch``, before the model's forward.
 
     Returns:
-        What to keep of it; or the reason why it must run as stock.
+        The rows to keep, or the reason why it must run as stock.
     """
     # The mode comes first, because it refuses most of the ineligible batches.
     reason = _check_mode(forward_batch.forward_mode) or state.unsupported
@@ -114,9 +114,9 @@ def _check_mode(mode: Any) -> Refusal | None:
 def _check_fields(state: ModelState, forward_batch: Any) -> Refusal | None:
     for name, reason in INELIGIBLE_FIELDS.items():
         value = getattr(forward_batch, name, None)
-        if value is not None and value is not False:  # a tensor is equal to neither, nor unequal
+        if value is not None and value is not False:  # ``in`` would compare tensors elementwise
             return reason
-    # Index i captures the input of layer i, which has all rows only up to the cut.
+    # Index i captures the input of layer i, which has all rows only up to the cut layer.
     if max(getattr(state.model, "layers_to_capture", None) or (0,)) >= state.cut_layer:
         return CAPTURED_LAYERS
     drafts = _find_drafts(forward_batch)
@@ -132,7 +132,7 @@ def _check_fields(state: ModelState, forward_batch: Any) -> Refusal | None:
 
 
 def _find_drafts(forward_batch: Any) -> str | None:
-    """The algorithm of the server's speculative decoding, or None."""
+    """Return the server's speculative decoding algorithm, or None."""
     algorithm = forward_batch.spec_algorithm
     if algorithm is None or algorithm.is_none():
         return None
@@ -160,7 +160,7 @@ def _check_lengths(forward_batch: Any) -> Refusal | None:
 
 
 def find_kept_rows(forward_batch: Any) -> KeptRows:
-    """The rows of an extend batch whose logits the sampler and the logprobs read."""
+    """Return the rows of an extend batch whose logits the sampler and the logprobs read."""
     lens, prefix_lens = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
     starts = None
     if forward_batch.return_logprob:
@@ -171,10 +171,10 @@ def find_kept_rows(forward_batch: Any) -> KeptRows:
 def is_intermediate_chunk(forward_batch: Any) -> bool:
     """Return True if no row of an eligible batch is read, because it only fills the KV cache.
 
-    SGLang discards the token that it samples from an unfinished chunk. It also counts the decoding
-    requests of a mixed batch as unfinished, though their rows are read. These have one new token
-    each, so a batch with such a request is not an intermediate chunk. Neither is one with
-    speculative decoding, because a draft may continue from the token that is sampled from a chunk.
+    SGLang discards the token sampled from an unfinished chunk. It also counts the decoding requests
+    of a mixed batch as unfinished, though their rows are read. These have one new token each, so a
+    batch with a one-token request does not qualify. Speculative decoding does not qualify either: a
+    draft may continue from the token sampled from a chunk.
     """
     if not compat.batch.MARKS_CHUNKS or forward_batch.contains_last_prefill_chunk:
         return False
@@ -208,15 +208,15 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> Re
         return None
     if not state.adapter.CUTS_MEDIA:
         return MEDIA
-    # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
-    # row of a request that makes no difference: no row follows it.
+    # Image rows attend bidirectionally, a suffix's attention is causal. Both agree for the last row
+    # of a request: no row follows it.
     if not kept.one_per_request:
         return IMAGE_LOGPROBS
     return None
 
 
 def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
-    """Return why a batch that may be cut does not leave SGLang's captured prefill, or None."""
+    """Return why an eligible batch does not leave SGLang's captured prefill, or None."""
     if not state.exits_are_open:
         return EXITS_CLOSED
     if eligible.is_intermediate_chunk:
@@ -224,7 +224,7 @@ def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
     if eligible.bucket is None:
         return TAIL_NOT_CAPTURED
     skipped = eligible.kept.total - eligible.kept.count
-    has_own_rule = settings.current.min_skipped_rows is not None  # which was asked before
+    has_own_rule = settings.current.min_skipped_rows is not None  # already checked
     if state.on_gpu and not has_own_rule and skipped < worth.ROWS_AT_EXIT:
         return TOO_LITTLE
     return None
@@ -233,7 +233,7 @@ def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
 def is_multimodal(forward_batch: Any) -> bool:
     """Return True if some request has images, video or audio.
 
-    SGLang replaces the inputs by their embeddings after the batch has been planned.
+    SGLang replaces the inputs by their embeddings only after planning.
     """
     if forward_batch.mm_input_embeds is not None:
         return True

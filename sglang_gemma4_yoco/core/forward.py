@@ -1,15 +1,15 @@
-"""One prefill forward: cut if it has a plan, and run as stock if it has none or if the cut fails.
+"""One prefill forward: cut if it has a plan; stock if it has none or if the cut fails.
 
 An exception in a forward ends SGLang's scheduler, and with it the server. So after a failure of the
-fast path, from planning on, the batch is run as stock, and only time is lost. That run starts from
-the same state as the first: the batch's fields, the attention state and the model have been
+fast path, planning included, the batch falls back to stock, and only time is lost. That run starts
+from the same state as the first: the batch's fields, the attention state and the model have been
 restored; K and V go to the same slots with the same values; and the input embeddings, which layer
 0's fused add-norm overwrites, are restored here. If stock fails too, its exception goes to the
-scheduler, as without this package. ``serve`` alone counts failures; after ``LIMIT`` of them in a
-row the fast path is off.
+scheduler, as without this package. Only ``serve_forward`` counts failures; after ``LIMIT`` in a row
+the fast path is off.
 
-With several ranks nothing is run again: the others wait in collectives, and this rank's second run
-would enter these with other rows.
+With several ranks there is no second run: the others wait in collectives, which this rank would
+enter with other rows.
 """
 
 import inspect
@@ -32,13 +32,13 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 LIMIT = 8
 _FAILS = f"it failed {LIMIT} times in a row and is off in this process"
 GIVEN_UP = ServerRefusal(_FAILS, level=logging.ERROR)
-# How a text model's forward names the embeddings that its caller has made; and how many parameters
-# of its own the wrapper has, all before that one.
+# The parameter of a text model's forward with the caller's embeddings, and the number of the
+# wrapper's own parameters, all before it.
 _EMBEDS, _OF_WRAPPER = "input_embeds", 4
 
 
 def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A text model's forward, which cuts prefills of models that have a state."""
+    """Return a wrapped text model's forward that cuts prefills of models with a state."""
     others = list(inspect.signature(stock).parameters)[_OF_WRAPPER:]
     place = len(others)
     if _EMBEDS in others:
@@ -48,13 +48,13 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        try:  # a model without a state may be anybody's, and its batch too
+        try:  # models without a state may be third-party, and their batches too
             is_stock = (
                 forward_batch.forward_mode is compat.batch.ForwardMode.DECODE
                 or torch.compiler.is_compiling()
                 or STATE_ENTRY not in self.__dict__
             )
-        except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves
+        except Exception as failure:  # noqa: BLE001 - any failure falls back to stock
             counters.log_failed_forward(failure)
             is_stock = True
         if is_stock:
@@ -70,7 +70,7 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def serve_forward(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
-    """Run a forward on the path that was chosen for its batch; returns the model's output."""
+    """Run a forward on the path chosen for its batch, and return the model's output."""
     rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
     state.planned_rows = None
     try:
@@ -78,7 +78,7 @@ def serve_forward(state: ModelState, forward_batch: Any, forward: Forward) -> An
         if isinstance(decided, Plan):
             return _serve_cut(state, decided, forward)
         state.counters.count_ineligible(decided, rows)
-    except NotCuttableError as late:  # on all ranks alike, as any refusal
+    except NotCuttableError as late:  # the same on all ranks, like any refusal
         refusal = ServerRefusal(str(late), level=logging.ERROR)
         state.turn_off(refusal)
         state.counters.count_ineligible(refusal, rows)
@@ -104,7 +104,7 @@ def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
         computed=computed,
         skipped=kept.total - computed,
     )
-    state.failures_in_a_row = 0  # now nothing is left that can fail
+    state.failures_in_a_row = 0  # reset only after everything that can raise
     return output
 
 
@@ -114,7 +114,7 @@ def _serve_failed(state: ModelState, failure: Exception, rows: int) -> None:
     state.failures_in_a_row += 1
     if state.failures_in_a_row == LIMIT:
         state.turn_off(GIVEN_UP)
-    # The traceback keeps the tensors of the first run alive, and the second one needs the memory.
+    # The traceback keeps the first run's tensors alive, and the second run needs the memory.
     traceback.clear_frames(failure.__traceback__)
 
 
@@ -123,10 +123,10 @@ class EagerForward:
     """A forward that the model's own code runs eagerly.
 
     Attributes:
-        positions: [T], what the model was called with.
-        embeds: [T, hidden], the input embeddings that it was called with, or None.
+        positions: [T], the model's argument.
+        embeds: [T, hidden], the input embeddings it was called with, or None.
         run: the model's own forward.
-        copy: the embeddings as they were before the first try.
+        copy: the embeddings before the first try.
     """
 
     state: ModelState
@@ -142,7 +142,7 @@ class EagerForward:
         return cut.run_prefill(self.state, plan, self.positions, self.run)
 
     def stock(self) -> Any:
-        """Run it as stock, on the embeddings that the model was called with."""
+        """Run it as stock, on the original embeddings."""
         if self.embeds is not None and self.copy is not None:
             self.embeds.copy_(self.copy)
         return self.run()

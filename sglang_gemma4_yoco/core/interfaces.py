@@ -1,4 +1,4 @@
-"""Interfaces that the packages above implement (forwards, captured tails), and a batch's plan."""
+"""Interfaces of forwards and captured tails, implemented above, and the plan of a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class TailRunner(Protocol):
 
     @property
     def buffers(self) -> Buffers | None:
-        """The memory from which it projects its per-layer inputs; None if it is given them."""
+        """The memory from which it projects its per-layer inputs; None if they are passed in."""
 
     def run(
         self,
@@ -29,7 +29,7 @@ class TailRunner(Protocol):
         positions: torch.Tensor,
         get_inputs: Callable[[], torch.Tensor | None],
     ) -> torch.Tensor:
-        """The kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
+        """Return the kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
 
 
 class Bucket(Protocol):
@@ -47,7 +47,7 @@ class CapturedTail(Protocol):
         """The buckets' numbers of rows, ascending."""
 
     def bucket_for(self, kept: KeptRows) -> Bucket | None:
-        """The smallest bucket with room for these rows; None if they cannot be replayed."""
+        """Return the smallest bucket for these rows; None if they cannot be replayed."""
 
     def close(self) -> None:
         """Free all graphs."""
@@ -59,7 +59,7 @@ class Plan:
 
     Attributes:
         batch: SGLang's ``ForwardBatch``.
-        tail: its kept rows, and the batch as the tail sees it.
+        tail: its kept rows, and the tail's view of the batch.
         attention: the tail's attention backend.
         runner: runs the tail, whose attention is already planned; None for an intermediate chunk,
             no row of which is read.
@@ -77,10 +77,10 @@ class Forward(Protocol):
     """A forward that can be run on either path."""
 
     def fast(self, plan: Plan) -> Any:
-        """Run it on the fast path; returns the model's output."""
+        """Run it on the fast path, and return the model's output."""
 
     def stock(self) -> Any:
-        """Run it as stock, from the state in which it began; returns the model's output."""
+        """Run it as stock, from its initial state, and return the model's output."""
 
 
 #: Called with a forward that was cut, its plan and its output; returns the output for the model.

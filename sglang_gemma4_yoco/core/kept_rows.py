@@ -1,4 +1,4 @@
-"""The rows of a prefill that are kept.
+"""The kept rows of a prefill.
 
 A batch holds requests i with n_i new tokens after p_i cached ones. Its hidden states have
 T = n_0 + n_1 + ... rows, request after request. Request i keeps its last m_i rows, 1 <= m_i <= n_i:
@@ -28,8 +28,8 @@ class KeptRows:
         indices: the kept rows among the T rows, ascending, in 64 bits.
         total: T.
         count: rows kept, m_0 + m_1 + ...
-        one_per_request: every request keeps exactly its last row. Only then the tail is a decode
-            step (``tail_batch``) and may be captured, and prompts with media are cut.
+        one_per_request: every request keeps exactly its last row. Only then can the tail be a
+            decode step (``tail_batch``) and be captured, and multimodal prompts be cut.
     """
 
     lens: list[int]

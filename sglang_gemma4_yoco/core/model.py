@@ -1,43 +1,42 @@
 """The protocol of text models whose last layers share K and V of earlier ones.
 
-To add a model, write one file with the functions of ``TextModel``, and name it in
-``models/registry.py``. Whatever its residual stream is made of, the core has the rows of it first:
+To add a model, write one file with the functions of ``TextModelAdapter``, and add it to
+``models/registry.py``. The core's view of the residual stream always has the rows first:
 [T, hidden] for Gemma 4, [T, 4, hidden] for the four streams of Gemma 3n.
 
 **Sharing.** The KV-shared layers are the last ones: S is the first of them, L is the number of
-layers. They read K and V of layers before S, each of one layer. Layer S-1, the last one with K and
-V of its own, is the donor, in other words the KV source layer of the tail, and is cut inside. It is
-not layer 0.
+layers. Each reads K and V of one layer before S. Layer S-1, the last one with its own K and V, is
+the donor (the KV source layer of the tail). The cut is inside it. It is not layer 0.
 
-**Attributes.** All else that is read of a text model outside of its file:
+**Attributes.** Outside of its file these attributes of a text model are read:
 
 - ``config.num_hidden_layers`` (L), ``config.num_kv_shared_layers`` (L - S), ``config.hidden_size``
   and ``config.vocab_size``;
 - ``layers``, all L of them; ``self_attn.attn`` of each is its ``RadixAttention``, whose
   ``layer_id`` is that of the layer whose K and V it reads;
-- ``norm``, a module, which is called once with the rows after the last layer;
-- ``layers_to_capture``, if there is such a list;
-- of a model with per-layer inputs ``project_per_layer_inputs``, ``per_layer_model_projection``,
-  ``embed_tokens_per_layer`` and ``hidden_size_per_layer_input``, as Gemma 4 has them. A model
-  without ``per_layer_model_projection`` has no per-layer inputs.
+- ``norm``, a module that is called once, with the rows after the last layer;
+- ``layers_to_capture``, a list, if present;
+- with per-layer inputs, ``project_per_layer_inputs``, ``per_layer_model_projection``,
+  ``embed_tokens_per_layer`` and ``hidden_size_per_layer_input``, as in Gemma 4. A model without
+  ``per_layer_model_projection`` has no per-layer inputs.
 
-**Calls.** SGLang calls the model with ``input_ids``, ``positions`` and ``forward_batch``, which may
-be followed by others. Embeddings that its caller has made are ``input_embeds``, at any place. It
-returns [T, hidden], or a tuple that begins with it. The model calls its layers with keywords:
-``hidden_states``, the residual stream; ``positions``; ``forward_batch``; and ``per_layer_input`` if
-it has one. A layer returns the residual stream, as one tensor. An attention is called with queries,
-K and V, the batch, and ``save_kv_cache`` as a keyword.
+**Calls.** SGLang calls the model with ``input_ids``, ``positions``, ``forward_batch``, and possibly
+more. The caller's embeddings are ``input_embeds``, at any position. The model returns [T, hidden],
+or a tuple that begins with it. It calls its layers with keywords: ``hidden_states``, the residual
+stream; ``positions``; ``forward_batch``; and ``per_layer_input`` if it has one. A layer returns the
+residual stream as one tensor. An attention is called with queries, K and V, the batch, and
+``save_kv_cache`` as a keyword.
 
-**The check at start** (``checking/layerwise.py``) gives each step of the tail stock's own input.
-What it allows for rounding assumes that
+**The check at start** (``checking/layerwise.py``) runs each step of the tail on stock's input. Its
+tolerances assume that
 
 - a row of keys is about as long as ``get_key_scale`` says, and the queries' length is measured;
 - scores are their products, multiplied by the attention's ``scaling``, without a bias or a cap;
 - values are of about size 1 in every head;
 - a layer adds at most two or three sums to its residual, and ``norm`` does not shift its rows.
 
-Elsewhere the bounds must be looked at again: too small a bound turns a correct path off, and one
-that is too large hides a defect. Break the file on purpose, and see the check find it.
+Otherwise review the bounds: one that is too small turns a correct path off, and one that is too
+large hides a defect. Break the file on purpose, and see the check fail.
 """
 
 from collections.abc import Callable
@@ -56,21 +55,21 @@ OTHER_END = "the model does something else between its layers and its norm"
 class NotCuttableError(Exception):
     """This model's forward cannot be cut; the message has the reason.
 
-    It is raised after the layers before the cut have run. Only time is lost: the stock forward then
-    serves the batch from its beginning.
+    Raised after the layers before the cut have run. The batch then falls back to stock, so only
+    time is lost.
     """
 
 
 class TextModelAdapter(Protocol):
-    """One class of text models; a module of ``models/`` fulfils it.
+    """One class of text models; the modules of ``models/`` implement it.
 
     Attributes:
-        SGLANG: what the file uses of SGLang. What a release lacks turns this model off alone.
-        MODEL_TYPES: the ``model_type`` of its text's configs, for ``doctor``, which loads no model.
-        ATTENTION: the attention backends that it admits: those of ``compat/backends.py``.
+        SGLANG: the SGLang symbols that it uses. A missing one turns only this model off.
+        MODEL_TYPES: the ``model_type`` of its text configs, for ``doctor``, which loads no model.
+        ATTENTION: the attention backends that it admits, from ``compat/backends.py``.
         CUTS_MEDIA: prompts with images, video or audio may be cut.
-        LEAVES_CAPTURED_PREFILLS: so may prefills that SGLang replays from CUDA graphs. Their
-            capture (``compat/captured_prefills.py``) is known for Gemma 4's residual stream alone.
+        LEAVES_CAPTURED_PREFILLS: prefills that SGLang replays from CUDA graphs may be cut. Their
+            capture (``compat/captured_prefills.py``) supports Gemma 4's residual stream only.
     """
 
     SGLANG: TextModelNames
@@ -83,33 +82,33 @@ class TextModelAdapter(Protocol):
         """Return why no forward of this model, which has KV-shared layers, can be cut; or None."""
 
     def get_row_shape(self, model: Any) -> tuple[int, ...]:
-        """The shape of one row of the residual stream between two layers: (hidden,) for Gemma 4."""
+        """Return the shape of one row of the residual stream: (hidden,) for Gemma 4."""
 
     def view_rows(self, residual: torch.Tensor) -> torch.Tensor:
-        """The residual stream, as layers take and return it, with its rows first; a view."""
+        """Return the residual stream of the layers as a view with its rows first."""
 
     def stop_before_cut(
         self, model: Any, cut: int, project: Callable[..., Any]
     ) -> AbstractContextManager[list[torch.Tensor]]:
         """Stop the model's forward before layer ``cut``, without its norm, in the ``with`` block.
 
-        It yields a list, to which each call of what follows the layers adds its rows [T, ...], the
-        residual at the input of layer ``cut``. There must be one such call. Whatever is replaced is
-        put back at the end, also after an exception.
+        Yield a list to which the code after the layers appends its rows [T, ...], the residual at
+        the input of layer ``cut``, once per call; there must be exactly one. All patches are undone
+        at the end, also after an exception.
 
         Args:
             project: replaces the model's ``project_per_layer_inputs``, if it has any.
 
         Raises:
-            NotCuttableError: in the block: the forward is not one that can be cut.
+            NotCuttableError: in the block: the forward cannot be cut.
         """
 
     def compute_keys_and_values(
         self, layer: Any, rows: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all rows, as the stock layer would write them.
+        """Return K and V of all rows, as the stock layer would write them.
 
-        It reads nothing of the current batch: it also runs at start, on rows of zeros.
+        Reads nothing from the current batch: it also runs at start, on rows of zeros.
 
         Args:
             layer: the donor.
@@ -129,16 +128,16 @@ class TextModelAdapter(Protocol):
         positions: torch.Tensor,
         inputs: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the donor, the layers after it, and what the model does after its last layer.
+        """Run the donor, the layers after it, and the model's code after its last layer.
 
-        It is captured in a CUDA graph: nothing in it waits for the device or depends on values,
-        shapes follow from B alone, and what it replaces for the run is put back, also after an
-        exception. What it keeps in Python is not there in a replay. Some callers watch ``layers``
-        and their attentions, so it calls those, with keywords, and no copies.
+        It is captured in a CUDA graph: it neither synchronizes nor depends on values, shapes follow
+        from B alone, and its patches are undone, also after an exception. Python state is not
+        updated in a replay. Some callers observe ``layers`` and their attentions, so it calls
+        these, with keywords, and no copies.
 
         Args:
             layers: S-1 to L-1. The donor reads its own K and V from the pool, as they do.
-            batch: the batch of the kept rows, whose attention is planned and is the current one.
+            batch: the batch of the kept rows, with its attention planned and current.
             rows: [B, ...], the residual at the input of the donor; may be overwritten.
             positions: [B] int64.
             inputs: [B, L - S + 1, width], the layers' per-layer inputs; None without any.
@@ -148,8 +147,8 @@ class TextModelAdapter(Protocol):
         """
 
     def get_key_scale(self, layer: Any) -> torch.Tensor:
-        """How large the keys of a layer with K and V of its own are, by channel: [head_dim].
+        """Return the scale of the keys of a layer with its own K and V, by channel: [head_dim].
 
-        The weight of their norm, or about their root mean square where they have none. The check at
-        start makes synthetic keys of this size.
+        The weight of their norm, or about their root mean square if there is no norm. The check at
+        start makes synthetic keys of this scale.
         """

@@ -1,8 +1,8 @@
-"""Per-layer inputs (PLE), with those of the tail's layers computed for kept rows only.
+"""Per-layer inputs (PLE), computed for kept rows only in the tail's layers.
 
 SGLang's ``project_per_layer_inputs`` computes [T, L, width] for all L layers at once. Here it is
 called twice: for the layers before the cut on all rows, and for the tail's layers on the kept rows.
-Rows are independent of each other, and so are layers, so the numbers are the same.
+Rows and layers are independent, so the results are the same.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from sglang_gemma4_yoco import compat
 
 
 def can_be_split(model: Any) -> bool:
-    """Return True if this model projects per-layer inputs, all of them, with plain weights."""
+    """Return True if this model projects all of its per-layer inputs with plain weights."""
     projection = getattr(model, "per_layer_model_projection", None)
     if projection is None or not compat.layers.is_plain_linear(projection):
         return False
-    # Of several ranks each may have a part of them, as in Gemma 3n.
+    # With several ranks each may have a shard of them, as in Gemma 3n.
     columns: int = model.config.num_hidden_layers * model.hidden_size_per_layer_input
     return len(projection.weight) == columns
 
@@ -45,7 +45,7 @@ class _SomeLayers:
 def project_layers(
     model: Any, embeds: torch.Tensor, embedded: torch.Tensor | None, start: int, stop: int
 ) -> torch.Tensor:
-    """Per-layer inputs of layers [start, stop), by the stock function.
+    """Return the per-layer inputs of layers [start, stop), computed by the stock function.
 
     Args:
         embeds: [rows, hidden], the input embeddings.
@@ -94,7 +94,7 @@ class PerLayerInputs:
     def project(
         self, embeds: torch.Tensor, embedded: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Project those of the layers before the cut; keep what the tail's projection needs.
+        """Project those of the layers before the cut, and keep the inputs of the tail's projection.
 
         Args:
             embeds: [T, hidden], the input embeddings.
@@ -114,22 +114,21 @@ class PerLayerInputs:
         if embedded is not None:
             before_cut = embedded[:, :cut]
             self._embedded = torch.index_select(embedded[:, cut:], 0, self.index, out=into[1])
-        # A copy made now: the embeddings are layer 0's residual, which its fused add-norm
-        # overwrites.
+        # Copied now: the embeddings are layer 0's residual, which its fused add-norm overwrites.
         self._embeds = torch.index_select(embeds, 0, self.index, out=into[0])
         return project_layers(self.model, embeds, before_cut, 0, cut)
 
     def are_complete(self) -> bool:
-        """Return True if the model has requested them, and has given what a captured tail needs.
+        """Return True if the model has projected them, with the inputs that a captured tail needs.
 
-        Always true of a model without any.
+        Always True for a model without any.
         """
         if self._embeds is None:
             return getattr(self.model, "per_layer_model_projection", None) is None
         return self.buffers is None or (self._embedded is None) == (self.buffers.embedded is None)
 
     def get_kept(self) -> torch.Tensor | None:
-        """The tail's per-layer inputs, [B, L - cut, width]; None without any."""
+        """Return the tail's per-layer inputs, [B, L - cut, width]; None without any."""
         if self.split:
             stop = self.model.config.num_hidden_layers
             return project_layers(self.model, self._embeds, self._embedded, self.cut, stop)

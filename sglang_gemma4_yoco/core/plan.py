@@ -1,7 +1,7 @@
-"""Each batch is decided on once, right after SGLang has planned its attention.
+"""The decision on each batch, made once, right after SGLang has planned its attention.
 
-A batch that may be cut gets a ``Plan``: its kept rows, and what runs the tail on them, whose
-attention is planned here. Another one gets the reason. The model's forward takes either from it.
+An eligible batch gets a ``Plan``: its kept rows and the runner of the tail, whose attention is
+planned here. Any other batch gets the reason. The model's forward takes either from the batch.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from sglang_gemma4_yoco.refusal import Refusal
 
 @dataclass(frozen=True)
 class EagerTail:
-    """A ``TailRunner`` that launches each layer; ``metadata`` is what ``attention`` planned."""
+    """A ``TailRunner`` that launches each layer; ``metadata`` is the plan of ``attention``."""
 
     state: ModelState
     batch: Any
@@ -38,7 +38,7 @@ class EagerTail:
         positions: torch.Tensor,
         get_inputs: Callable[[], torch.Tensor | None],
     ) -> torch.Tensor:
-        """The kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
+        """Return the kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
         state, index = self.state, self.tail.index
         kept, kept_positions = rows.index_select(0, index), positions.index_select(0, index)
         fields = {**self.tail.fields, "positions": kept_positions}
@@ -49,7 +49,7 @@ class EagerTail:
             )
 
 
-#: Where a batch has its plan, or the reason why it has none, until its forward takes it.
+#: The attribute of a batch with its plan, or the reason why it has none, until its forward.
 PLAN_ENTRY = "_yoco_plan"
 NOT_PLANNED = Refusal("the tail's attention was not planned for this batch")
 
@@ -60,7 +60,7 @@ NOT_PLANNED = Refusal("the tail's attention was not planned for this batch")
 def plan_batch(model: Any, forward_batch: Any) -> None:
     """Decide on a batch whose attention SGLang has planned, and store the decision on it.
 
-    If that fails, the failure is stored, and the batch's forward counts it as any other.
+    On failure the exception is stored, and the batch's forward counts it like any other.
     """
     state: ModelState = model.__dict__[STATE_ENTRY]  # the attached one, or a check's own
     planned_again = getattr(forward_batch, PLAN_ENTRY, None) is not None
@@ -70,7 +70,7 @@ def plan_batch(model: Any, forward_batch: Any) -> None:
         decided: Plan | Refusal | Exception = make_plan(state, forward_batch)
     except Exception as failure:
         if not compat.server.is_single_rank():
-            raise  # the other ranks go on with a tail
+            raise  # the other ranks run the tail
         decided = failure
     state.planned_rows = None
     if isinstance(decided, Plan):
@@ -79,7 +79,7 @@ def plan_batch(model: Any, forward_batch: Any) -> None:
 
 
 def make_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
-    """The plan of a batch, its attention planned; or the reason why it runs as stock."""
+    """Return the plan of a batch, with attention planned, or the reason why it runs as stock."""
     eligible = eligibility.check_eligibility(state, forward_batch)
     if isinstance(eligible, Refusal):
         return eligible
@@ -100,7 +100,7 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
 
 
 def make_eager_tail(state: ModelState, forward_batch: Any, tail: TailBatch) -> EagerTail:
-    """Return a runner that launches the tail layer by layer, its attention planned."""
+    """Return a runner that launches the tail layer by layer, with attention planned."""
     attention = state.attention
     assert attention is not None
     metadata = attention.plan(forward_batch, tail.fields)
@@ -110,17 +110,17 @@ def make_eager_tail(state: ModelState, forward_batch: Any, tail: TailBatch) -> E
 def take_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
     """Pop the decision stored on the batch, or return why there is none.
 
-    Two things can have changed since: a graph is being captured (on AMD SGLang begins the capture
-    after planning), or another attention backend is current. In the supported releases nothing else
-    that the decision depends on changes between planning and the forward.
+    Two things can change between planning and the forward: a graph is being captured (on AMD SGLang
+    begins the capture after planning), or another attention backend is current. In the supported
+    releases nothing else that the decision depends on does.
 
     Raises:
-        Exception: the batch's planning has failed with it.
+        Exception: the error that the batch's planning raised.
     """
     decided: Plan | Refusal | Exception | None = getattr(forward_batch, PLAN_ENTRY, None)
     if decided is None:
         return eligibility.find_ineligible_reason(state, forward_batch) or NOT_PLANNED
-    setattr(forward_batch, PLAN_ENTRY, None)  # else batch and plan would hold each other
+    setattr(forward_batch, PLAN_ENTRY, None)  # breaks the reference cycle of batch and plan
     if isinstance(decided, Refusal):
         return decided
     if isinstance(decided, Exception):

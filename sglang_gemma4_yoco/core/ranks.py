@@ -1,13 +1,13 @@
-"""Tensor-parallel ranks cut a batch together, or not at all.
+"""Agreement of tensor-parallel ranks: all of them cut a batch, or none.
 
-After every attention and FFN the ranks of a group add up the same rows. If one rank cut a batch and
-another did not, both would hang, or add up rows of different tokens. So the decision on a batch
-depends on host fields that the scheduler gives to all ranks alike; and what can differ between
-ranks (is there memory for a second attention backend?) is compared when the server starts.
+The ranks of a group all-reduce the same rows after every attention and FFN. If one rank cut a batch
+and another did not, both would hang, or add up rows of different tokens. So the decision on a batch
+depends only on host fields, which the scheduler sends to all ranks alike. Anything that can differ
+between ranks, such as memory for a second attention backend, is compared at start.
 
-All ranks of a group call these functions in the same order. A rank that raises instead ends the
-server, as in SGLang's own collectives: its closed connections make gloo raise in the others. All
-ranks are on one machine with one installation, so none lacks the package.
+All ranks of a group call these functions in the same order. If a rank raises, the server ends, as
+in SGLang's own collectives: its closed connections make gloo raise in the others. All ranks run on
+one machine with one installation, so none lacks the package.
 """
 
 from torch import distributed
@@ -18,14 +18,14 @@ NOT_ALIKE = "the tensor-parallel ranks were not set up alike"
 
 
 def find_difference(found: str) -> str | None:
-    """Compare what this rank has found with what the others of its group have found.
+    """Compare this rank's findings with those of the other ranks in its group.
 
     Args:
-        found: what must be the same on every rank. It holds no measured number, which differs
-            where the cause is the same.
+        found: text that must be equal on every rank; without measurements, which may differ even
+            if the cause is the same.
 
     Returns:
-        Why no batch may be cut, the same on every rank of the group, or None.
+        The reason why no batch may be cut, the same on every rank of the group, or None.
     """
     group = compat.server.get_tensor_parallel_group()
     if group is None:

@@ -1,4 +1,4 @@
-"""The state of one served model. The start of SGLang's runner creates it."""
+"""The state of one served model, created when SGLang's runner starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_gemma4_yoco.counters import Counters, served
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
-#: Where a model has its ``ModelState``.
+#: The attribute of a model with its ``ModelState``.
 STATE_ENTRY = "_yoco_state"
 
 _attached: weakref.WeakSet[ModelState] = weakref.WeakSet()
@@ -33,8 +33,8 @@ class Report:
     Attributes:
         tail: how the tail runs.
         check: the result of the check at start.
-        exits: whether prefills that SGLang has captured may be cut.
-        exits_check: the result of their check.
+        exits: whether captured prefills may be cut.
+        exits_check: the result of the check of exits.
     """
 
     tail: str | None = None
@@ -52,18 +52,18 @@ class ModelState:
 
     Attributes:
         model: SGLang's text model.
-        adapter: the file of ``models/`` for it.
+        adapter: its module in ``models/``.
         unsupported: why none of its batches is cut, or None.
         attention: the tail's own backend; None if ``unsupported``.
         captured: the captured tail, if there is one.
         is_capturing: whether the current forward is being captured in a CUDA graph.
-        replayed_batch: the batch that SGLang serves by a captured prefill now, if it does.
-        exits_are_open: whether captured prefills may be cut; None where none has an exit.
-        after_cut: called after each forward that was cut; None if there is nothing to do.
-        failures_in_a_row: of the fast path.
-        serves: whether it was set up, so that the server may have requests.
-        planned_rows: rows of a batch that is to be cut, until the model's forward takes its plan.
-        counters: count its forwards: this process's, or a check's own.
+        replayed_batch: the batch that SGLang is serving with a captured prefill, or None.
+        exits_are_open: whether captured prefills may be cut; None if none has an exit.
+        after_cut: called after each forward that was cut, or None.
+        failures_in_a_row: consecutive failures of the fast path.
+        serves: setup is complete, so the server may have requests.
+        planned_rows: rows of a planned batch until the model's forward takes its plan.
+        counters: counters of its forwards: this process's, or a check's own.
     """
 
     model: Any
@@ -84,7 +84,7 @@ class ModelState:
 
     @cached_property
     def splits_per_layer_inputs(self) -> bool:
-        """True if per-layer inputs of the tail are projected for kept rows alone."""
+        """True if per-layer inputs of the tail are projected for kept rows only."""
         return can_be_split(self.model)
 
     @cached_property
@@ -101,12 +101,12 @@ class ModelState:
 
     @cached_property
     def on_gpu(self) -> bool:
-        """True on a GPU of any kind, where launches take time."""
+        """True on any accelerator, where launches take time."""
         device = getattr(getattr(self.attention, "tail", None), "device", "cpu")
         return torch.device(device).type != "cpu"
 
     def describe(self) -> str:
-        """Where it is cut, and on which attention, for the log and /server_info."""
+        """Return where it is cut, and on which attention, for the log and /server_info."""
         assert self.attention is not None
         main, tail = type(self.attention.main).__name__, type(self.attention.tail).__name__
         described = (
@@ -130,14 +130,14 @@ class ModelState:
             self._patches.enter_context(follow)
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Serve the model by this state in the ``with`` block, in place of the attached one.
+        """Serve the model with this state in the ``with`` block, instead of the attached one.
 
-        A check runs forwards by states of its own, made of the attached one with ``replace``.
+        Checks run forwards with modified copies of the attached state.
         """
         return patched(self.model, **{STATE_ENTRY: self})
 
     def close(self) -> None:
-        """Leave the runner's backend and the model as they were."""
+        """Restore the runner's backend and the model."""
         self._patches.close()
         self.model.__dict__.pop(STATE_ENTRY, None)
         _attached.discard(self)
@@ -147,7 +147,7 @@ class ModelState:
         self._patches.callback(callback)
 
     def turn_off(self, refusal: ServerRefusal) -> None:
-        """Cut no further batch, and log why."""
+        """Stop cutting batches, and log the reason."""
         self.unsupported = refusal
         self.after_cut = None
         if refusal.is_logged:
@@ -158,10 +158,10 @@ class ModelState:
 
 
 def first_shared_layer(config: Any) -> int | None:
-    """S, the first layer that reads an earlier layer's K and V; None if the model has no tail.
+    """Return S, the first layer that reads an earlier layer's K and V; None without a tail.
 
-    The multi-token-prediction assistant has none: all its layers are shared, and no layer writes
-    K and V for them.
+    The multi-token-prediction assistant has none: all its layers are shared, and none writes K
+    and V for them.
     """
     layers = config.num_hidden_layers
     shared = getattr(config, "num_kv_shared_layers", None) or 0
@@ -171,17 +171,17 @@ def first_shared_layer(config: Any) -> int | None:
 
 
 def find_state(model: Any) -> ModelState | None:
-    """The state of ``model``, if it has one."""
+    """Return the state of ``model``, or None."""
     state: ModelState | None = model.__dict__.get(STATE_ENTRY)
     return state
 
 
 def get_state(model: Any) -> ModelState:
-    """The state of ``model``, which has one."""
+    """Return the state of ``model``, which must have one."""
     state: ModelState = model.__dict__[STATE_ENTRY]
     return state
 
 
 def get_attached_state() -> ModelState | None:
-    """The state of the model that this process serves."""
+    """Return the state of the model that this process serves, or None."""
     return next(iter(_attached), None)

@@ -1,8 +1,8 @@
 """The tail's attention backend.
 
-It is a second one over the server's pools, planned after the first. Its metadata is built
-before the forward: the scheduler may rewrite the tables that planning reads. It is not built on the
-runner's own backend: two metadata objects of one backend share buffers.
+A second backend over the server's pools, planned after the first. Its metadata is built before the
+forward, since the scheduler may rewrite the tables that planning reads, and not on the runner's own
+backend, since two metadata objects of one backend share buffers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +20,8 @@ class TailBackend:
     Attributes:
         main: the runner's attention backend.
         tail: a backend over the same pools, which nothing else uses.
-        decodes: a tail of one row per request runs as a decode step, else it extends. On a release
-            that was not tested it extends: a decode step may count the keys of a window otherwise.
+        decodes: a tail of one row per request runs as a decode step; else it extends. It extends on
+            untested releases, whose decode steps may count the keys of a window differently.
     """
 
     def __init__(self, main: Any, tail: Any) -> None:
@@ -32,7 +32,7 @@ class TailBackend:
     def call_after_planning(
         self, plan_batch: Callable[[Any], None]
     ) -> AbstractContextManager[None]:
-        """Call ``plan_batch`` with each batch, except decode steps, that SGLang has planned."""
+        """Call ``plan_batch`` with each batch that SGLang has planned, except decode steps."""
         stock = self.main.init_forward_metadata
 
         def init_forward_metadata(forward_batch: Any) -> None:
@@ -43,7 +43,7 @@ class TailBackend:
         return patched(self.main, init_forward_metadata=init_forward_metadata)
 
     def plan(self, forward_batch: Any, fields: Mapping[str, object]) -> Any:
-        """The metadata of the tail's batch. The next plan may overwrite the buffers it is in."""
+        """Return the metadata of the tail's batch, whose buffers the next plan may overwrite."""
         try:
             with rewrite_batch(forward_batch, fields):
                 compat.attention.plan_tail(self.tail, forward_batch)

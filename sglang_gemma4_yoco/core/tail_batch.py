@@ -1,4 +1,4 @@
-"""The batch as the tail sees it, made of the kept rows, and SGLang's batch rewritten to it.
+"""The tail's view of a batch: SGLang's batch, rewritten to the kept rows.
 
 With one kept row per request the tail is a decode step: the query is the last token of request i,
 and all its tokens are in the cache. A decode kernel splits a long K/V over the whole device; an
@@ -24,9 +24,9 @@ from sglang_gemma4_yoco.patched import patched
 def pin_memory(device: str) -> None:
     """Pin the host memory that ``TailBatch.of`` copies from; it lasts until the next capture.
 
-    Otherwise a request waits for the driver when its batch needs a larger block than any before, or
-    another one of this size; PyTorch rounds up to powers of two. Of each size four are pinned: two
-    batches can be in flight, and SGLang takes blocks as well.
+    Otherwise a request waits for the driver when its batch needs a new block; PyTorch rounds block
+    sizes up to powers of two. Four of each size are pinned: two batches can be in flight, and
+    SGLang takes blocks too.
     """
     if torch.device(device).type == "cuda":
         # 2 ** 4 numbers are enough for one request, and 2 ** 18 for all rows of 131,072 tokens.
@@ -36,12 +36,12 @@ def pin_memory(device: str) -> None:
 
 @dataclass(frozen=True)
 class TailBatch:
-    """The batch that the tail runs on, made before the first layer of the model runs.
+    """The batch that the tail runs on, created before the model's first layer runs.
 
     Attributes:
         kept: the kept rows, on the host.
         index: [B] int64 on the batch's device, the kept rows among all T rows.
-        decodes: it runs as a decode step, not as an extend of suffixes.
+        decodes: runs as a decode step, not as an extend of suffixes.
     """
 
     kept: kept_rows.KeptRows
@@ -52,17 +52,17 @@ class TailBatch:
 
     @classmethod
     def of(cls, forward_batch: Any, kept: kept_rows.KeptRows, *, decodes: bool) -> TailBatch:
-        """The tail of an eligible batch.
+        """Return the tail of an eligible batch.
 
-        No value is read from the device, and all host values are copied to it in one copy. No
-        tensor shares memory with one of the batch's.
+        Nothing is read from the device, and all host values go there in one copy. No tensor shares
+        memory with the batch's.
 
         Args:
             decodes: one kept row per request is run as a decode step.
         """
         device = forward_batch.extend_seq_lens.device
-        # Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes,
-        # that is of 4 numbers of 4 bytes: 1 number of padding follows the lengths of 3 requests.
+        # Triton compiles another kernel for tensors that are not aligned to 16 bytes, or 4 numbers
+        # of 4 bytes: 1 number of padding follows the lengths of 3 requests.
         padding = [0] * (-len(kept.lens) % 4)
         columns = [*kept.lens, *padding, *kept.prefix_lens, *padding, *kept.start_loc, *padding]
         packed = torch.frombuffer(kept.indices + array("q", columns), dtype=torch.int64)
@@ -81,7 +81,7 @@ class TailBatch:
     def fields(self) -> Mapping[str, object]:
         """Fields of ``ForwardBatch`` for the tail, by name.
 
-        They are made when first used, while the batch still has its own; a captured tail uses none.
+        Computed on first use, before the batch is rewritten; a captured tail uses none.
         """
         kept, index, batch = self.kept, self.index, self._batch
         columns = self._packed[kept.count :].to(batch.extend_seq_lens.dtype).view(3, -1)
@@ -97,13 +97,12 @@ class TailBatch:
             "extend_start_loc": start_loc,
         }
         if self.decodes:
-            # out_cache_loc stays [T]: nothing is written or read by it in this mode.
+            # out_cache_loc stays [T]: it is not used in this mode.
             fields["forward_mode"] = compat.batch.ForwardMode.DECODE
         else:
             fields |= {
                 "forward_mode": compat.batch.ForwardMode.EXTEND,
-                # A layer without K and V of its own reads those of this chunk from these slots, one
-                # for each query row.
+                # KV-shared layers read K and V of this chunk from these slots, one per query row.
                 "out_cache_loc": batch.out_cache_loc.index_select(0, index),
                 # The same rows of the iteration's translated slots.
                 "kv_loc_cols": index,
@@ -114,9 +113,9 @@ class TailBatch:
 
 
 def rewrite_batch(forward_batch: Any, fields: Mapping[str, object]) -> AbstractContextManager[None]:
-    """Set ``fields`` on the batch in the ``with`` block; then restore the same objects.
+    """Set ``fields`` on the batch in the ``with`` block, then restore the same objects.
 
-    The residual stream, which belongs to the rows, is restored as well.
+    The residual stream, which belongs to the rows, is restored too.
     """
     stream = forward_batch.residual_stream
     return patched(forward_batch, residual_stream=stream, **fields)

@@ -1,1 +1,1 @@
-"""Connects the package to SGLang: patches once per process, set-up for each runner."""
+"""The connection to SGLang: patches once per process, setup for each runner."""

@@ -1,11 +1,11 @@
-"""Publish ``counters`` in SGLang's metrics and in /server_info.
+"""SGLang metrics and the /server_info entry of ``counters``.
 
-SGLang's endpoint collects what all processes of a server count in a directory that they share, so
-counters that are made here appear there. They have the labels of SGLang's scheduler metrics and are
-made together with these; one rank counts for its group.
+SGLang's endpoint collects the metrics of all processes from a shared multiprocess directory, so
+counters created here appear there. They are created with SGLang's scheduler metrics and have their
+labels; one rank counts for its group.
 
-``prometheus_client`` must not be imported earlier. On import it decides whether processes share a
-directory, and SGLang names that directory after it has loaded its plugins.
+``prometheus_client`` must be imported late: on import it decides whether to use that directory,
+which SGLang sets after it has loaded its plugins.
 """
 
 import functools
@@ -27,17 +27,16 @@ SERVER_INFO_ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
 
 _PREFIX = "sglang:gemma4_yoco_"
-# The name of a counter -> its documentation, and the label of its own.
+# The name of a counter -> its documentation and its own label.
 _COUNTERS = {
     "forwards": (
-        "Prefill forwards of Gemma 4, by what became of them: how they were cut, or why not.",
+        "Prefill forwards of Gemma 4, by outcome: how they were cut, or why not.",
         "outcome",
     ),
-    "rows": ("Rows of prefills, by whether the KV-shared layers have computed them.", "part"),
-    "audits": ("Prefills that were run again as stock, by whether a defect was found.", "result"),
+    "rows": ("Rows of prefills, by whether the KV-shared layers computed them.", "part"),
+    "audits": ("Prefills that were run again as stock, by result of the comparison.", "result"),
 }
-# Outcomes whose series exist from the start, at 0: in what a series begins with, Prometheus sees no
-# increase.
+# Outcomes whose series start at 0: Prometheus sees no increase in the first value of a series.
 _EXPECTED: set[Outcome] = {
     *counters.CUT,
     counters.FAILED,
@@ -50,17 +49,17 @@ _EXPECTED: set[Outcome] = {
 def describe_state() -> dict[str, Any]:
     """Return this process's entry in /server_info.
 
-    ``reason``: why not active; ``fast_prefill``: whose serves, if any; ``cut``, ``tail``: where,
-    and how the tail runs; ``exits``: whether prefills that SGLang has captured may be cut;
-    ``check``, ``exits_check``: results of the checks at start; ``rows`` by whether the last layer
-    computed them; ``audits``: what they have found.
+    ``reason``: why it is not active; ``fast_prefill``: the active implementation, if any; ``cut``,
+    ``tail``: where it is cut, and how the tail runs; ``exits``: whether captured prefills may be
+    cut; ``check``, ``exits_check``: results of the checks at start; ``rows``: by whether the last
+    layer computed them; ``audits``: their results.
     """
     state = get_attached_state()
     reason = _find_inactive_reason(state)
     report = Report()
     if state is not None:
         report = state.report
-    cut = tail = exits = fast_prefill = None  # where no prefill is cut, how is of no interest
+    cut = tail = exits = fast_prefill = None  # None if no prefill is cut
     if state is not None and reason is None:
         cut, tail, exits = state.describe(), report.tail, report.exits
         fast_prefill = "this package"
@@ -89,7 +88,7 @@ def describe_state() -> dict[str, Any]:
 
 
 def _find_inactive_reason(state: ModelState | None) -> str | None:
-    """Return why the fast path is not active, in words, or None."""
+    """Return the text of the reason why the fast path is not active, or None."""
     if state is None:
         return NO_MODEL
     if state.unsupported is not None:
@@ -100,7 +99,7 @@ def _find_inactive_reason(state: ModelState | None) -> str | None:
 
 
 def make_label(outcome: Outcome) -> str:
-    """Return an outcome in snake case, for a metric; reasons of a whole server share labels.
+    """Return the metric label of an outcome, in snake case; server-wide reasons share labels.
 
     >>> make_label("forward mode IDLE"), make_label(ServerRefusal("LoRA"))
     ('forward_mode_idle', 'server_unsupported')
@@ -111,7 +110,7 @@ def make_label(outcome: Outcome) -> str:
 
 
 def replace_infinite(value: Any) -> Any:
-    """``value`` with a word for each number in it that is not finite: JSON has none.
+    """Return ``value`` with non-finite numbers as strings, since JSON has none.
 
     >>> replace_infinite({"worst": math.inf, "check": {"allowed": 0.5}})
     {'worst': 'inf', 'check': {'allowed': 0.5}}
@@ -124,12 +123,12 @@ def replace_infinite(value: Any) -> Any:
 
 
 def add_to_server_info(output: Any) -> None:
-    """Put this process's entry into a scheduler's answer to /server_info."""
+    """Add this process's entry to a scheduler's /server_info response."""
     output.internal_state[SERVER_INFO_ENTRY] = describe_state()
 
 
 def collect_metrics(labels: Mapping[str, Any]) -> None:
-    """Count in SGLang's metrics from now on, with the scheduler's labels."""
+    """Create the metrics with the scheduler's labels, and count in them from now on."""
     every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")
     if labels.get("tp_rank", 0) == 0 or every_rank:
         _collect_counters(labels)
@@ -144,12 +143,12 @@ def _collect_counters(labels: Mapping[str, Any]) -> None:
     }
     worst = prometheus_client.Gauge(
         f"{_PREFIX}audit_worst_difference",
-        "Largest error of an audited prefill, in multiples of what is rounding.",
+        "Largest error of an audited prefill, in multiples of its tolerance.",
         [*labels],
         multiprocess_mode="max",
     ).labels(**labels)
 
-    @functools.cache  # to find a series takes longer than to count in it
+    @functools.cache  # looking up a series takes longer than incrementing it
     def find_series(name: str, own: Outcome) -> Any:
         return of_metrics[name].labels(*labels.values(), make_label(own))
 
@@ -164,7 +163,7 @@ def _collect_counters(labels: Mapping[str, Any]) -> None:
 
 
 def _list_counts() -> dict[tuple[str, Outcome], int]:
-    """All numbers, each by the name of its counter and the value of the label of its own."""
+    """Return all counts by the name of the counter and the value of its own label."""
     outcomes = _EXPECTED | served.forwards.keys()
     return {
         **{("forwards", outcome): served.forwards[outcome] for outcome in outcomes},

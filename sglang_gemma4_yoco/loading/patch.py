@@ -1,13 +1,13 @@
 """Wrap SGLang's methods, and add the two helpers of ``published`` to Gemma 4.
 
-These are the forwards of text models, ``WRAPPED`` and ``OPTIONAL``. A text model of which SGLang
-lacks a name is left as it is, and the others are cut.
+These are the forwards of text models, ``WRAPPED`` and ``OPTIONAL``. A text model for which SGLang
+lacks a symbol is left unpatched; the others are patched.
 
-No class is replaced, so models that imported one by name are patched too. An SGLang with a fast
-prefill of its own keeps its helpers: they are what its flag calls.
+Methods are replaced, not classes, so modules that imported a class by name are patched too. An
+SGLang with a fast prefill of its own keeps its helpers, which its flag calls.
 
-These methods run in every server, whatever it serves. So each calls this package inside of
-``runner_setup.guarded``, which lets no error out. A text model's forward has its guard in ``core``.
+These methods run in every server, whatever model it serves. So each calls this package inside
+``runner_setup.guarded``, which contains errors. ``core`` guards a text model's forward.
 """
 
 import functools
@@ -25,15 +25,15 @@ from sglang_gemma4_yoco.models import gemma4, registry
 _Runner = compat.names.ModelRunner
 _Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-#: Whether this process's SGLang is patched by this package.
+#: True once SGLang is patched in this process.
 installed = False
 
 
 def _call_after(failed: str, call: Callable[[Any, Any], object]) -> _Wrap:
-    """Return a wrapper of a method that calls ``call(self, result)`` after it.
+    """Return a method wrapper that calls ``call(self, result)`` afterwards.
 
     Args:
-        failed: the line that is logged where that fails.
+        failed: the line that is logged if the call fails.
     """
 
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ def _call_after(failed: str, call: Callable[[Any, Any], object]) -> _Wrap:
 
 
 def _enclose(part: Callable[[Any, Any], AbstractContextManager[None]]) -> _Wrap:
-    """Return a wrapper that runs a runner's method in ``part(runner, model)`` of each model."""
+    """Return a wrapper that runs a runner's method inside ``part(runner, model)`` of each model."""
 
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
@@ -72,10 +72,10 @@ def _enclose(part: Callable[[Any, Any], AbstractContextManager[None]]) -> _Wrap:
 
 
 def _find_text_models(runner: Any) -> list[Any]:
-    """The text models of a runner that have a KV-shared tail; a draft model's is left alone."""
+    """Return the text models of a runner that have a KV-shared tail; none of a draft worker."""
     if getattr(runner, "is_draft_worker", False):
         return []
-    modules: Any = getattr(runner.model, "modules", list)  # on MLX it is no module of PyTorch's
+    modules: Any = getattr(runner.model, "modules", list)  # on MLX it is not a PyTorch module
     known: Any = tuple(registry.list_text_models())
     models = list[Any]()
     for model in modules():
@@ -85,28 +85,27 @@ def _find_text_models(runner: Any) -> list[Any]:
 
 
 _SET_UP = _enclose(runner_setup.set_up_after_capture)
-#: (class, attribute) -> what wraps it. Beside each: why, and what of SGLang's would replace it. The
-#: forwards of text models are wrapped too.
+#: (class, attribute) -> its wrapper, with the reason and the change in SGLang that would make it
+#: unnecessary. The forwards of text models are wrapped too.
 WRAPPED: dict[tuple[type, str], _Wrap] = {
-    # To build the tail's backend after the runner's, and to see each batch that is planned.
-    # Needless when one backend can hold two plans.
+    # Builds the tail's backend after the runner's, and observes each planned batch. Unnecessary
+    # once one backend can hold two plans.
     (_Runner, "init_attention_backends"): _enclose(runner_setup.start_model),
-    # To capture the tail after SGLang's own graphs, at start and again for new weights, and to
-    # check it before it serves; the other two are called by themselves for new weights. Needless
-    # when SGLang's runner captures any function of few rows, and calls plugins when it is ready to
-    # serve.
+    # Captures the tail after SGLang's own graphs, at start and after weight updates, and checks it
+    # before it serves; weight updates call the other two directly. Unnecessary once SGLang's runner
+    # captures arbitrary functions of few rows, and has a plugin hook before serving.
     (_Runner, "init_cuda_graphs"): _SET_UP,
     (_Runner, "init_decode_cuda_graph"): _SET_UP,
     (_Runner, "init_prefill_cuda_graph"): _SET_UP,
 }
-#: The same, of classes by name, for what is only told: an SGLang may lack these.
+#: The same for reporting, with classes by name: SGLang may lack these.
 OPTIONAL: dict[tuple[str, str], _Wrap] = {
-    # To say in /server_info what is active. Needless when plugins can add to it.
+    # Adds the state to /server_info. Unnecessary once plugins can extend it.
     ("sglang.srt.managers.scheduler.Scheduler", "get_internal_state"): _call_after(
-        "Gemma 4 fast prefill: /server_info goes without its state",
+        "Gemma 4 fast prefill: adding its state to /server_info failed",
         lambda _, state: metrics.add_to_server_info(state),
     ),
-    # To count with the labels of SGLang's own metrics. Needless when plugins are given these.
+    # Counts with the labels of SGLang's own metrics. Unnecessary once plugins receive these.
     (
         "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector",
         "__init__",
@@ -121,12 +120,12 @@ def patch_sglang() -> None:
     """Patch SGLang's classes in this process.
 
     Raises:
-        compat.release.IncompatibleError: the installed SGLang is not supported, or is patched
-            already; nothing is changed.
+        compat.release.IncompatibleError: the installed SGLang is not supported, or already
+            patched; nothing is changed.
     """
     global installed
     compat.names.check_names()
-    # All of them first: where SGLang lacks one, nothing is changed.
+    # Look up all of them first: if SGLang lacks one, nothing is changed.
     methods = dict[tuple[type, str], Callable[..., Any]]()
     for model in _find_cuttable_models():
         methods[model, "forward"] = wrap_forward(model)
@@ -139,7 +138,7 @@ def patch_sglang() -> None:
 
 
 def _find_cuttable_models() -> list[Any]:
-    """Return the text models of which SGLang lacks nothing; a line says what it lacks of others."""
+    """Return the text models whose symbols SGLang has; log what the others lack."""
     models = registry.list_cuttable_models()
     names = [adapter.SGLANG for adapter in registry.MODELS]
     reasons = list(filter(None, map(compat.names.find_missing, names)))
@@ -153,10 +152,10 @@ def _find_cuttable_models() -> list[Any]:
 def wrap_forward(model: Any) -> Callable[..., Any]:
     """Return the forward of a text model's class, wrapped to cut the layers.
 
-    Needless when the model itself keeps the rows that are read (#27183).
+    Unnecessary once the model itself keeps only the rows that are read (#27183).
 
     Raises:
-        compat.release.IncompatibleError: it is wrapped already.
+        compat.release.IncompatibleError: it is already wrapped.
     """
     if third_party.is_ours(model.forward):
         raise compat.release.IncompatibleError(f"{model.__name__}.forward is patched already")
@@ -164,7 +163,7 @@ def wrap_forward(model: Any) -> Callable[..., Any]:
 
 
 def _list_helpers() -> dict[tuple[type, str], Callable[..., Any]]:
-    """Return the helpers that Gemma 4 gets, by the class and their names."""
+    """Return the helpers to add to Gemma 4, by class and name."""
     if compat.server.has_fast_prefill() or compat.names.find_missing(gemma4.SGLANG) is not None:
         return {}
     model: Any = compat.names.find_object(gemma4.SGLANG.text_model)
@@ -184,7 +183,7 @@ def _wrap_optional() -> None:
         missing = f"{path}.{name}"
         log.log_once(
             f"Gemma 4 fast prefill: SGLang {compat.release.INSTALLED} lacks {missing}, so "
-            "/server_info, which status reads, or /metrics cannot tell what is active; nothing "
-            "else needs it. Install a supported SGLang, or a newer sglang-gemma4-yoco",
+            "/server_info, which status reads, or /metrics lacks its state; prefills are cut all "
+            "the same. Install a supported SGLang, or a newer sglang-gemma4-yoco",
             logging.WARNING,
         )

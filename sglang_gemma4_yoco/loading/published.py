@@ -1,7 +1,7 @@
-"""Two helpers that ``Gemma4TextModel`` gets, for code that cuts a batch in a forward of its own.
+"""Two helpers added to ``Gemma4TextModel``, for forwards that cut a batch themselves.
 
-They have names that commits of the change proposed to SGLang, sgl-project/sglang#27183, gave them.
-The package does not use them, and adds none where SGLang has them.
+Their names are those in commits of sgl-project/sglang#27183, the change proposed to SGLang. The
+package does not use them, and does not add them if SGLang has them.
 """
 
 import os
@@ -22,7 +22,7 @@ from sglang_gemma4_yoco.models import gemma4
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     """Return True if this forward may skip unused rows in the KV-shared layers.
 
-    As published, it reads the switch whenever it is called.
+    Like the published one, it reads the switch on each call.
     """
     if os.environ.get(settings.SWITCH, "1") != "1":
         return False
@@ -48,10 +48,10 @@ def _yoco_truncate_to_last_tokens(
     Returns:
         ``(hidden_states [B, hidden], positions [B], per_layer_inputs [B, ...], last_indices [B]
         int64, restore_fn)`` with B kept rows: one per request, more for a request with input
-        logprobs. ``restore_fn()`` puts every field and the attention state back; a second call
-        does nothing. When this function raises, all is put back already.
+        logprobs. ``restore_fn()`` restores every field and the attention state; a second call is a
+        no-op. If this function raises, everything has been restored.
     """
-    if not isinstance(hidden_states, torch.Tensor):  # another order was published as well
+    if not isinstance(hidden_states, torch.Tensor):  # another order was also published
         raise TypeError("expected hidden_states, positions, per_layer_inputs, forward_batch")
     main: Any = compat.attention.get_current_backend()
     kept = eligibility.find_kept_rows(forward_batch)
@@ -64,8 +64,8 @@ def _yoco_truncate_to_last_tokens(
     row_positions = positions.index_select(0, tail.index)
     fields = {**tail.fields, "positions": row_positions}
     with ExitStack() as stack:
-        # Planning again stalls the host, and drops image masks that a model has written into the
-        # metadata: by then the layers that need them have run.
+        # Planning again stalls the host and drops image masks that a model has written into the
+        # metadata; the layers that need these have already run.
         stack.callback(main.init_forward_metadata, forward_batch)
         stack.enter_context(rewrite_batch(forward_batch, fields))
         compat.attention.plan_tail(main, forward_batch)

@@ -23,7 +23,7 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 
 NO_SHARED_LAYERS = ServerRefusal("the model has no KV-shared tail")
 NOT_SET_UP = ServerRefusal("it could not be set up", is_logged=False)
-#: The kernel of the norm of K and V is compiled once for few rows and once for many.
+#: The kernel of the K/V norm is compiled once for few rows and once for many.
 _FEW, _MANY = 2, 257
 
 
@@ -45,7 +45,7 @@ def find_model_reason(model: Any) -> ServerRefusal | None:
 def start_model(runner: Any, model: Any) -> Iterator[None]:
     """Wrap the construction of SGLang's attention backends, then decide whether to cut prefills.
 
-    With several ranks it is decided the same on all of them.
+    With several ranks all of them decide the same.
     """
     yield
     previous = find_state(model)
@@ -56,8 +56,8 @@ def start_model(runner: Any, model: Any) -> Iterator[None]:
         attention = _build_tail_backend(runner, model)
         if attention is None:
             refusal = unsupported.NO_TAIL
-    # Arguments refuse a server on all ranks, so there is nothing to compare. A server on several
-    # machines is refused by them, and another machine may not have this package to answer.
+    # Arguments refuse a server on all ranks, so there is nothing to compare. They refuse servers on
+    # several machines too, where another machine may lack this package and never answer.
     if refusal is None or unsupported.find_server_reason() is None:
         found = f"{__version__}, unsupported: {refusal}, {settings.current}"
         difference = ranks.find_difference(found)
@@ -101,13 +101,13 @@ def _find_runner_reason(runner: Any, model: Any) -> ServerRefusal | None:
 
 
 def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
-    """The tail's own backend, or None and a line in the log. Never raises."""
+    """Return the tail's own backend; if it cannot be built, log a line and return None."""
     try:
         tail = compat.attention.build_backend(runner, model.layers)
         if compat.backends.may_run_tail(registry.find_adapter(model).ATTENTION, tail):
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
-    except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves
+    except Exception as raised:  # noqa: BLE001 - any failure falls back to stock
         failure = repr(raised)
     log.log_once(
         f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",
@@ -118,10 +118,9 @@ def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
 
 @torch.no_grad()
 def _compile_kernels(runner: Any, state: ModelState) -> None:
-    """Compute K and V without queries once: their kernels are compiled, which stock never runs.
+    """Compile the kernels for K and V without queries, which stock never runs.
 
-    Otherwise the first request of a user would wait for the compiler. Never raises: that request
-    can do it.
+    Otherwise the first request would wait for the compiler. Never raises: that request can retry.
     """
     device = runner.device
     try:
@@ -130,7 +129,7 @@ def _compile_kernels(runner: Any, state: ModelState) -> None:
             rows = torch.zeros(number, *shape, dtype=runner.dtype, device=device)
             positions = torch.zeros(number, dtype=torch.int64, device=device)
             state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)
-    except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
+    except Exception as failure:  # noqa: BLE001 - any failure falls back to stock later
         log.log_failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
 
 
@@ -138,12 +137,11 @@ def _compile_kernels(runner: Any, state: ModelState) -> None:
 def guarded(failed: str, models: Sequence[Any] = ()) -> Iterator[None]:
     """If the block fails, log one line and let SGLang continue.
 
-    With several ranks the failure is raised if it is one of ``models``: the others wait for this
-    rank.
+    With several ranks and ``models`` the failure is raised: the other ranks wait for this one.
 
     Args:
         failed: the line.
-        models: the text models that are set up in the block; they are served by stock then.
+        models: the text models that are set up in the block; on failure they fall back to stock.
     """
     try:
         yield
@@ -169,8 +167,8 @@ def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
     if state is None:
         yield
         return
-    # The tail's graphs hold SGLang's decode graphs. SGLang drops these before it captures others:
-    # the device may not have room for both.
+    # The tail's graphs keep SGLang's decode graphs alive. SGLang drops these before it captures
+    # again: the device may not have room for both.
     compat.server.wait_for_device(runner.device)
     lifecycle.drop_tail(state)
     with ExitStack() as stack:
@@ -186,8 +184,8 @@ def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
 def restore_generators(device: str) -> Iterator[None]:
     """Restore the state of PyTorch's random generators after the block.
 
-    Else a layer that draws numbers in a check, as stochastic rounding does, would change what a
-    server with ``--random-seed`` samples.
+    Otherwise a check of layers that draw random numbers, as stochastic rounding does, would change
+    what a server with ``--random-seed`` samples.
     """
     kind = torch.device(device).type
     on_device = []
@@ -198,10 +196,10 @@ def restore_generators(device: str) -> Iterator[None]:
 
 
 def set_up(runner: Any, state: ModelState) -> None:
-    """Capture the tail; and, the first time, compare the model with stock, and exits."""
-    # At a recapture the server serves already. SGLang's scheduler, which captures between two
-    # batches, may have launched the last one on another stream: nothing is freed, zeroed or
-    # used below before it has run.
+    """Capture the tail; the first time, run the checks too."""
+    # At a recapture the server is already serving. SGLang's scheduler captures between two batches
+    # and may have launched the last one on another stream. Synchronize before anything is freed,
+    # zeroed or used.
     compat.server.wait_for_device(runner.device)
     lifecycle.capture_tail(runner, state, tail_graphs.check_graphs)
     checked = None
@@ -219,10 +217,10 @@ def set_up(runner: Any, state: ModelState) -> None:
 
 
 def _check_start(runner: Any, state: ModelState) -> CheckResult:
-    """Compare with stock, unless the operator wants no check; with several ranks, all or none.
+    """Compare with stock, unless the self-check is disabled; with several ranks, all or none.
 
-    Where nothing could be compared the path is off as well: it is not known to be right. With
-    several ranks a failure is raised: the others wait for this rank.
+    The path is also off if nothing could be compared. With several ranks a failure is raised: the
+    others wait for this rank.
     """
     checked = check.NOT_WANTED
     try:
@@ -235,7 +233,7 @@ def _check_start(runner: Any, state: ModelState) -> CheckResult:
         checked = CheckResult(unchecked=f"it failed: {type(failure).__name__}")
     state.report.check = checked.to_json()
     differ = ranks.find_difference(f"agrees with stock: {checked.agrees}")
-    if state.unsupported is not None:  # a forward of the check could not be cut, and has said why
+    if state.unsupported is not None:  # a forward of the check turned it off, and logged why
         return checked
     if checked.worst is None and not checked.agrees:
         reason = f"{check.UNCHECKED}: {checked.unchecked}"

@@ -1,11 +1,12 @@
 """Third-party code on the activation path: classes, methods, functions, hooks.
 
-SGLang's own code reads only the kept rows of what the text model returns. Other code may read any
-row, and those that are not kept were never computed. So code that is not known refuses a server,
-unless its operator trusts it. Code is known by the module that defines it. ``functools.wraps``
-copies a function's name, but not its globals, so these say where it is from.
+SGLang's own code reads only the kept rows of the text model's output. Third-party code may read any
+row, and the others were never computed. So unknown code refuses a server unless its operator trusts
+it. Code is identified by the module that defines it: for functions by their globals, which
+``functools.wraps`` does not copy.
 
-All is judged when a runner starts. What functions call in turn, such as kernels, is not looked at.
+The inspection runs when a runner starts. It does not follow calls inside functions, such as
+kernels.
 """
 
 import inspect
@@ -21,7 +22,7 @@ from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
-#: Modules of ``sglang.srt.layers`` that models use. Not every release has all of them.
+#: Modules of ``sglang.srt.layers`` that models use; some releases lack some of them.
 LAYERS = (
     "activation",
     "attention.base_attn_backend",
@@ -37,7 +38,7 @@ LAYERS = (
     "radix_attention",
     "rotary_embedding.base",
 )
-#: Methods that see no rows, whoever has replaced them.
+#: Methods that see no rows, even if replaced.
 NO_ROWS = {
     "__init__",
     "__new__",
@@ -47,14 +48,14 @@ NO_ROWS = {
     "get_video_feature",
     "get_audio_feature",
 }
-#: The ends of the names under which modules, and torch for all of them, have hooks by numbers.
+#: Suffixes of the attributes in which modules, and torch globally, keep hooks by number.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-#: The attributes in which methods, properties, partials, kernels and wrappers have a function; the
-#: last two are torch's, for operators and scripts.
+#: Attributes in which methods, properties, partials, kernels and wrappers hold a function; the last
+#: two are torch's, for operators and scripts.
 WRAPPED = ("__func__", "__wrapped__", "fget", "func", "fn", "_init_fn", "_torchdynamo_inline")
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry"
-#: Packages whose code is known: SGLang, what the modules above import, and this one. The standard
-#: library's as well, but for its mocks, which hide what they call.
+#: Packages whose code is known: SGLang, the imports of the modules above, this one, and the
+#: standard library except for its mocks, which hide what they call.
 PACKAGES = {
     "sglang",
     "sglang_gemma4_yoco",
@@ -82,7 +83,7 @@ REPLACED = ServerRefusal(
 NOT_JUDGED = ServerRefusal("it could not be found out whose code reads the model's rows")
 
 
-#: Code that is not known: where it is, with a verb; its module; its name there.
+#: Unknown code: its place, with a verb; its module; its name.
 ForeignCode = tuple[str, str, str]
 
 
@@ -96,8 +97,8 @@ def find_third_party_code(outer: type, runner: Any = None) -> ServerRefusal | No
     try:
         refused = list(_find_unknown(outer, runner))
         replaced = not all(map(_has_our_forward, registry.list_cuttable_models()))
-    except Exception as failure:  # noqa: BLE001 - of objects that are like no others
-        log.log_failure("Gemma 4 fast prefill: looking for other people's code failed", failure)
+    except Exception as failure:  # noqa: BLE001 - inspection of arbitrary objects
+        log.log_failure("Gemma 4 fast prefill: third-party code detection failed", failure)
         return NOT_JUDGED
     if refused:
         place, module, name = refused[0]
@@ -125,7 +126,7 @@ def _find_unknown(outer: type, runner: Any) -> Iterator[ForeignCode]:
     known = [name for adapter in registry.MODELS for name in adapter.SGLANG.outer_models]
     if not (outer.__module__ in known or _is_trusted(outer.__module__, outer.__name__)):
         yield "the model is a", outer.__module__, outer.__name__
-    # What is not imported, nothing can call.
+    # Modules that are not imported cannot be called.
     owners: dict[str, Any] = {}
     for path in list_modules():
         if path in sys.modules:
@@ -137,7 +138,7 @@ def _find_unknown(outer: type, runner: Any) -> Iterator[ForeignCode]:
     if runner is not None:
         objects = _list_objects(runner.model)
         classes += map(type, objects.values())
-        backend = runner.attn_backend  # whose class ``unsupported`` judges
+        backend = runner.attn_backend  # ``unsupported`` judges its class
         owners |= {**objects, type(backend).__name__: backend}
     for base in dict.fromkeys(base for kind in classes for base in kind.__mro__):
         for module, name in _find_definitions(base):
@@ -149,7 +150,7 @@ def _find_unknown(outer: type, runner: Any) -> Iterator[ForeignCode]:
 
 
 def list_modules() -> list[str]:
-    """Return the modules whose functions and classes are judged, before there is a model too."""
+    """Return the modules whose functions and classes are judged; needs no model."""
     modules = list[str]()
     for adapter in registry.MODELS:
         modules += (*adapter.SGLANG.outer_models, *adapter.SGLANG.modules)
@@ -158,7 +159,7 @@ def list_modules() -> list[str]:
 
 
 def _list_objects(model: Any) -> dict[str, Any]:
-    """Return the objects on the activation path by place: modules, and SGLang's in them."""
+    """Return the objects on the activation path by place: modules, and SGLang objects in them."""
     objects = {}
     towers = {name for adapter in registry.MODELS for name in adapter.SGLANG.towers}
     for name, module in model.named_modules():
@@ -172,10 +173,10 @@ def _list_objects(model: Any) -> dict[str, Any]:
 
 
 def _find_in(place: str, owner: Any) -> Iterator[ForeignCode]:
-    """Yield third-party code among the attributes of a module, class or object itself."""
+    """Yield third-party code among the own attributes of a module, class or object."""
     own = None
     if isinstance(owner, type):
-        own = owner.__module__  # a class that is trusted has its own methods
+        own = owner.__module__  # trust in a class includes its methods
     for name, value in getattr(owner, "__dict__", {}).items():
         called = [value]
         if name.endswith(HOOKS) and isinstance(value, dict):
@@ -187,8 +188,8 @@ def _find_in(place: str, owner: Any) -> Iterator[ForeignCode]:
 
 
 def _find_definitions(part: Any) -> Iterator[tuple[str, str]]:
-    """Yield module and name of third-party code in this function, class or wrapper."""
-    kind = type(part)  # ``isinstance`` would ask the object, and a proxy answers for another one
+    """Yield the module and name of third-party code in this function, class or wrapper."""
+    kind = type(part)  # a proxy's ``__class__``, which ``isinstance`` reads, is another object's
     if not (callable(part) or hasattr(kind, "__get__")):
         return
     if issubclass(kind, type):

@@ -1,7 +1,7 @@
 """Reasons that rule out fast prefill on a server: arguments, attention, KV pools, linear layers.
 
-What is not known to be right is refused, with a reason of one line. The reasons do not change while
-a server runs.
+Unknown configurations are refused with a one-line reason, which does not change while the server
+runs.
 """
 
 import logging
@@ -17,22 +17,22 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 
 # -- server arguments and environment variables ----------------------------------------------------
 
-# SGLang's own defect. It is refused because it would be taken for one of this package.
+# A defect of SGLang, refused because it would be mistaken for one of this package.
 WRONG_REPLAYS = ServerRefusal(
     f"{POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: unset it",
     level=logging.WARNING,
 )
 
-#: SGLang cuts the prefills itself, where its own conditions are met.
+#: SGLang cuts the prefills itself, if its own conditions are met.
 SGLANG_SERVES = ServerRefusal(
     f"SGLang's own fast prefill is on (--{FAST_PREFILL.replace('_', '-')}): leave "
     "that flag out to have this package's"
 )
 #: The label of a release that is not cut.
 UNTESTED_RELEASE = "untested_release"
-#: What holds on a release after the last tested one, where the setting ``untested`` is on.
+#: The limits on a release after the last tested one with the setting ``untested``.
 RUNS_UNTESTED = "arguments that are new in it are not judged; the tail extends, and runs eagerly"
-# Embeddings of these models end SGLang's own server, whose error should be the last line.
+# Embedding mode crashes SGLang's own server for these models; its error should be the last line.
 EMBEDDINGS = ServerRefusal("embeddings", is_logged=False)
 DUMPER = ServerRefusal(
     "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
@@ -42,7 +42,7 @@ CANARY = ServerRefusal(
     "--kv-canary out"
 )
 
-#: Arguments and, in capitals, environment variables that refuse a server if set, by reason.
+#: By reason, arguments and (in capitals) environment variables that refuse a server if set.
 UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "LoRA": ("enable_lora",),
     "pipeline parallelism (--pp-size) is not supported": ("pp_size",),
@@ -70,7 +70,7 @@ UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
         "moe_dp_size",
         "dwdp_size",
     ),
-    # A batch is cut by all ranks or by none; on one machine they share one installation.
+    # All ranks cut a batch, or none; on one machine they share one installation.
     "ranks on several machines": ("nnodes",),
     "ranks that Ray places, possibly on several machines": ("use_ray",),
     "deterministic inference": ("enable_deterministic_inference",),
@@ -101,15 +101,15 @@ UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
         "enable_nvidia_megakernel",
         "enable_amd_monokernel",
     ),
-    # TRT-LLM's prefill then leaves out keys; the tail's attention would not.
+    # TRT-LLM's prefill then skips keys; the tail's attention would not.
     "attention that skips small scores": ("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR",),
-    # The tail may be the first to run a variant of a kernel. What is raised then is to end the
-    # server, and not to be taken for a failure of the fast path, after which stock serves.
+    # The tail may be the first to load a variant of a kernel. The resulting error must end the
+    # server, and not count as a failure of the fast path, which falls back to stock.
     "kernels must not be loaded while the server serves": (
         "SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY",
     ),
 }
-# Numbers that refuse only above 1; others are harmless up to 0.
+# Numbers that refuse only above 1; others refuse above 0.
 _HARMLESS_AT_1 = {
     "pp_size",
     "attn_dp_size",
@@ -120,13 +120,13 @@ _HARMLESS_AT_1 = {
     "dwdp_size",
     "nnodes",
 }
-# With one of these set, a request may have every row captured: refused beside speculative decoding.
+# With one of these, a request may capture every row: refused with speculative decoding.
 _HIDDEN_STATE_ARGUMENTS = {
     "enable_return_hidden_states",
     "enable_return_aux_hidden_states",
     "return_hidden_states_mode",
 }
-# Whether these refuse depends on their values.
+# These refuse for some values only.
 _JUDGED_BY_VALUE = {
     "speculative_algorithm",
     "disaggregation_mode",
@@ -138,7 +138,7 @@ _JUDGED_BY_VALUE = {
 
 
 def list_judged_arguments() -> set[str]:
-    """The server arguments and environment variables that can refuse a server."""
+    """Return the server arguments and environment variables that can refuse a server."""
     return (_JUDGED_BY_VALUE | _HIDDEN_STATE_ARGUMENTS).union(*UNSUPPORTED_ARGUMENTS.values())
 
 
@@ -146,8 +146,8 @@ def find_release_reason() -> ServerRefusal | None:
     """Return why the installed release of SGLang is not cut, or None.
 
     With the setting ``untested`` a release after the last tested one is cut if the check at start
-    agrees. An argument that would refuse, and has another name there, must not pass as unset.
-    Where SGLang's own fast prefill is on, that is the reason, whatever the release.
+    passes. An argument that would refuse but was renamed must not pass as unset. SGLang's own fast
+    prefill, if on, is the reason on any release.
     """
     if not compat.release.is_newer_than_tested():
         return None
@@ -184,8 +184,8 @@ def find_argument_reason() -> ServerRefusal | None:
     replays = compat.server.get_cuda_graph_backend("prefill") is not None
     if replays and compat.server.read_variable(POSITIONS_VARIABLE):
         return WRONG_REPLAYS
-    # It is on, or can be turned on over HTTP while the server serves. Where neither holds when the
-    # model is loaded, it has no hooks, and never dumps a tensor.
+    # It is on, or can be turned on over HTTP. If neither holds when the model is loaded, it has no
+    # hooks and never dumps a tensor.
     if compat.server.dumper.may_enable:
         return DUMPER
     if read_argument("kv_canary") not in (None, "none"):
@@ -213,7 +213,7 @@ def _check_speculation() -> ServerRefusal | None:
 
 
 def _check_hidden_states() -> ServerRefusal | None:
-    # SGLang then captures every row of every batch, whether a request wants them or not.
+    # SGLang then captures every row of every batch, requested or not.
     mode = read_argument("return_hidden_states_mode")
     if mode == "full" or (read_argument("enable_return_hidden_states") and mode != "last"):
         return ServerRefusal(HIDDEN_STATES.text)
@@ -237,11 +237,11 @@ NO_TAIL = ServerRefusal("no attention backend could be built for the tail")
 
 
 def find_backend_reason(main: Any, attention: compat.backends.Attention) -> ServerRefusal | None:
-    """Return why no batch of a model may be cut on a server with this attention backend, or None.
+    """Return why the server's attention backend rules out fast prefill for a model, or None.
 
     Args:
-        main: the server's.
-        attention: what is known of attention backends for the model.
+        main: the server's attention backend.
+        attention: the backends that are known for the model.
     """
     for part in compat.attention.list_parts(main):
         name = type(part).__name__
@@ -256,7 +256,7 @@ def find_backend_reason(main: Any, attention: compat.backends.Attention) -> Serv
 
 # -- pools of K and V ------------------------------------------------------------------------------
 
-# A variable of SGLang 0.5.23. When the tail is captured and compared, the pools are not there yet.
+# A variable of SGLang 0.5.23: the pools do not exist yet when the tail is captured and checked.
 ALLOCATED_LATER = ServerRefusal(
     "K and V get their memory after CUDA graphs are captured: unset "
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
@@ -266,12 +266,12 @@ ALLOCATED_LATER = ServerRefusal(
 def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
     """Return why the tail cannot read K and V of this server, or None.
 
-    It needs one tensor of K and one of V for each layer, slot by slot, as they were computed. With
-    a cache of another type than the queries', Triton's own forward fails at the first shared layer.
+    It needs one tensor of K and one of V per layer, slot by slot, unquantised. If the cache's dtype
+    is not the queries', Triton's own forward fails at the first shared layer.
 
     Args:
         pool: the runner's ``token_to_kv_pool``.
-        dtype: of the model's weights and activations.
+        dtype: the dtype of the model's weights and activations.
     """
     parts = [pool]
     if type(pool) is compat.pools.SWAKVPool:
@@ -295,10 +295,10 @@ def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
 
 # -- layers with weights ---------------------------------------------------------------------------
 
-# A kind is SGLang's class and, where that class has schemes, the scheme's. Refused are all others,
-# and the classes of other packages and platforms. The scale that rounds a row of these is per row,
-# per block, or from the checkpoint: one from the largest number of the batch would change when
-# other rows are missing. GGUF's are not listed because it rounds few rows differently from many.
+# SGLang's classes, with the scheme if a class has schemes. All others are refused, including those
+# of other packages and platforms. The activation scales of these are per row, per block, or from
+# the checkpoint: a scale from the batch's maximum would change when other rows are missing. GGUF is
+# not listed because it rounds few rows differently from many.
 _INDEPENDENT_ROWS = {
     "AWQLinearMethod.AWQIntelAMXLinearScheme",
     "AWQLinearMethod.AWQLinearScheme",
@@ -332,7 +332,7 @@ def find_linear_reason(model: Any, first: int) -> ServerRefusal | None:
     """Return why rows of this model's tail may depend on rows that would be dropped, or None.
 
     Args:
-        model: a ``Gemma4TextModel`` with a tail; its weights are loaded.
+        model: a ``Gemma4TextModel`` with a tail and loaded weights.
         first: S, the index of its first KV-shared layer.
     """
     for layer in list(getattr(model, "layers", ()))[first - 1 :]:
@@ -343,9 +343,9 @@ def find_linear_reason(model: Any, first: int) -> ServerRefusal | None:
 
 
 def _computes_rows(part: Any) -> bool:
-    """Return True if a module's method may be quantised: a linear layer's, or that of experts."""
+    """Return True for linear layers, experts, and other modules with a quantisation method."""
     if type(part) is compat.attention.RadixAttention:
-        return False  # its method is of its cache, which ``find_pool_reason`` judges
+        return False  # its method quantises the cache, which ``find_pool_reason`` judges
     return (
         isinstance(part, compat.layers.LinearBase)
         or getattr(part, "quant_method", None) is not None
@@ -353,7 +353,7 @@ def _computes_rows(part: Any) -> bool:
 
 
 def get_linear_kind(layer: Any) -> str:
-    """Return the class of a layer's method, and of its scheme where it has one."""
+    """Return the class names of a layer's method and, if it has one, its scheme."""
     method, scheme = type(layer.quant_method).__name__, getattr(layer, "scheme", None)
     if scheme is None:
         return method
@@ -361,9 +361,9 @@ def get_linear_kind(layer: Any) -> str:
 
 
 def has_independent_rows(layer: Any) -> bool:
-    """Return True if each row that a layer returns is known to depend on its own input alone.
+    """Return True if each output row of a layer is known to depend on its own input row alone.
 
-    No kind of a mixture of experts is: experts may be chosen, or rounded, for a batch as a whole.
+    Never True for a mixture of experts: experts may be chosen, or rounded, for a whole batch.
     """
     method, kind = layer.quant_method, get_linear_kind(layer)
     is_sglangs = type(method).__module__.startswith("sglang.srt.")

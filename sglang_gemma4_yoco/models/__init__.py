@@ -1,1 +1,1 @@
-"""The text models that can be cut: one file for each."""
+"""Adapters of the text models that can be cut, one file each."""

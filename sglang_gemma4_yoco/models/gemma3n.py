@@ -1,8 +1,8 @@
-"""Gemma 3n: the residual stream is several streams (AltUp), which the model merges after its loop.
+"""Gemma 3n: the residual consists of several streams (AltUp), which are merged after the loop.
 
-SGLang has them as [streams, T, hidden]; their rows are [T, streams, hidden]. A layer predicts all
-streams, reads one of them, and corrects all with what it adds. So K and V of the donor need its
-prediction for all rows, and everything else in it is for kept rows alone.
+SGLang stores them as [streams, T, hidden]; their rows are [T, streams, hidden]. A layer predicts
+all streams, reads one, and corrects all with its update. So K and V of the donor need its
+prediction for all rows; the rest of the layer is needed for kept rows only.
 """
 
 import inspect
@@ -53,12 +53,12 @@ def find_unsupported_reason(model: Any) -> ServerRefusal | None:
 
 
 def get_row_shape(model: Any) -> tuple[int, ...]:
-    """(streams, hidden)."""
+    """Return ``(streams, hidden)``."""
     return model.config.altup_num_inputs, model.config.hidden_size
 
 
 def view_rows(residual: torch.Tensor) -> torch.Tensor:
-    """[streams, T, hidden] as [T, streams, hidden]."""
+    """Return [streams, T, hidden] as [T, streams, hidden]."""
     return residual.transpose(0, 1)
 
 
@@ -66,9 +66,9 @@ def view_rows(residual: torch.Tensor) -> torch.Tensor:
 def stop_before_cut(
     model: Any, cut: int, project: Callable[..., Any]
 ) -> Iterator[list[torch.Tensor]]:
-    """End the model's loop before layer ``cut``, with one row, which costs little to merge.
+    """End the model's loop before layer ``cut``, with a single row, which is cheap to merge.
 
-    In place of its norm of that row the model returns the first stream of all rows.
+    Instead of the norm of that row the model returns the first stream of all rows.
     """
     *layers, last = list(model.layers)[:cut]
     residuals, at_cut = list[torch.Tensor](), list[torch.Tensor]()
@@ -94,7 +94,7 @@ def stop_before_cut(
 def compute_keys_and_values(
     layer: Any, rows: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of every row [T, streams, hidden], each [T, kv_heads, head_dim]."""
+    """Return K and V of every row [T, streams, hidden], each [T, kv_heads, head_dim]."""
     predicted = layer.altup.predict(rows.transpose(0, 1))
     normed = layer.input_layernorm(predicted[layer.config.altup_active_idx])
     return gemma4.project_keys_and_values(layer.self_attn, normed, positions)
@@ -108,9 +108,9 @@ def run_tail(
     positions: torch.Tensor,
     inputs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run the model's own forward with these layers alone, and merge the streams: [B, hidden].
+    """Run the model's own forward with these layers only, and merge the streams: [B, hidden].
 
-    The streams that it makes of embeddings are dropped: its first layer gets those at the cut.
+    Its streams of the embeddings are dropped: the first layer gets those at the cut.
     """
     residual = rows.transpose(0, 1).contiguous()
 
@@ -132,7 +132,7 @@ def run_tail(
 
 
 def _flatten_heads(attention: Any) -> AbstractContextManager[None]:
-    """The tail's attention gives what the stock layer can project: [B, heads * head_dim]."""
+    """Flatten the attention's output to [B, heads * head_dim], which the stock layer projects."""
     attend = attention.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Gemma 4: the residual stream is one tensor, and the model's own loop can end early.
 
-The donor's K and V are read by the KV-shared layers of its kind, for all rows. Its output goes only
+KV-shared layers of the donor's attention type read its K and V for all rows. Its output goes only
 into the tail, so its queries, attention, output projection, FFN and per-layer input are needed for
-kept rows alone. Once its K and V are in the pool, it runs by the code that SGLang has for KV-shared
+kept rows only. Once its K and V are in the pool, it runs on SGLang's code path for KV-shared
 layers.
 """
 
@@ -57,7 +57,7 @@ def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> S
     """Return why the donor is not a layer of these classes that can be cut, or None."""
     number = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
     if number < 1:
-        # The residual of the first layer is its caller's, and must not be written to.
+        # The residual of the first layer belongs to the caller and must not be written to.
         return ServerRefusal("there is no layer before the donor")
     layer = model.layers[number]
     kind, attention = type(layer), type(layer.self_attn)
@@ -69,21 +69,21 @@ def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> S
 
 
 def share_own_keys_and_values(attention: Any) -> AbstractContextManager[None]:
-    """Run the donor's attention by SGLang's code for KV-shared layers in the ``with`` block.
+    """Run the donor's attention on SGLang's KV-shared code path in the ``with`` block.
 
-    It shares its own K and V, which are in the pool already.
+    It shares its own K and V, which are already in the pool.
     """
     own = attention.attn.layer_id
     return patched(attention, is_kv_shared_layer=True, kv_shared_layer_index=own)
 
 
 def get_row_shape(model: Any) -> tuple[int, ...]:
-    """(hidden,)."""
+    """Return ``(hidden,)``."""
     return (model.config.hidden_size,)
 
 
 def view_rows(residual: torch.Tensor) -> torch.Tensor:
-    """The same tensor: [T, hidden]."""
+    """Return the same tensor: [T, hidden]."""
     return residual
 
 
@@ -91,7 +91,7 @@ def view_rows(residual: torch.Tensor) -> torch.Tensor:
 def stop_before_cut(
     model: Any, cut: int, project: Callable[..., Any]
 ) -> Iterator[list[torch.Tensor]]:
-    """End the model's loop before layer ``cut``, and leave out its norm."""
+    """End the model's loop before layer ``cut``, and skip its norm."""
 
     def leave_out_norm(rows: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
         # A second argument is an update that must still be added to the residual.
@@ -111,7 +111,7 @@ def stop_before_cut(
 def compute_keys_and_values(
     layer: Any, rows: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of every row [T, hidden], each [T, kv_heads, head_dim]."""
+    """Return K and V of every row [T, hidden], each [T, kv_heads, head_dim]."""
     normed = layer.input_layernorm(rows)
     return project_keys_and_values(layer.self_attn, normed, positions)
 
@@ -119,14 +119,14 @@ def compute_keys_and_values(
 def project_keys_and_values(
     attention: Any, normed: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of every row, as the stock layer would write them.
+    """Return K and V of every row, as the stock layer would write them.
 
-    Plain weights are sliced. With quantised or packed ones, or a bias, all columns are computed, as
-    in stock, and the queries are dropped: exact for every kind of layer with independent rows.
+    Plain weights are sliced. With quantised or packed weights, or a bias, all columns are computed,
+    as in stock, and the queries dropped, which is exact for every layer with independent rows.
 
     Args:
         attention: the donor's, whose fused projection has columns of q, k and v.
-        normed: [T, hidden], what that projection reads.
+        normed: [T, hidden], the projection's input.
         positions: [T] int64.
 
     Returns:
@@ -148,7 +148,7 @@ def project_keys_and_values(
 
 
 def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
-    """RMS norm of each head, by the kernel that the stock layer uses on this device.
+    """Return the RMS norm of each head, by the stock layer's kernel on this device.
 
     Args:
         rows: [rows, heads * head_dim]; may be overwritten.
@@ -157,7 +157,7 @@ def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> tor
         [rows, heads * head_dim].
     """
     if (rows.is_cuda or rows.is_xpu) and getattr(norm, "scale_shift", None) == 0.0:
-        # The fused kernel norms q, k and v in the same way; a single one is passed as its q.
+        # The fused kernel norms q, k and v alike; a single one is passed as q.
         _causal.gemma_qkv_rmsnorm(
             rows,
             None,
@@ -182,7 +182,7 @@ def run_tail(
     positions: torch.Tensor,
     inputs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run the layers one by one, and the norm: [B, hidden]; the batch holds the residual stream."""
+    """Run the layers and the norm: [B, hidden]; the batch holds the residual stream."""
     try:
         with share_own_keys_and_values(layers[0].self_attn):
             compat.layers.start_residual(batch, rows)

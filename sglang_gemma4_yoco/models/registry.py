@@ -1,4 +1,4 @@
-"""The text models whose prefills can be cut, and the file that knows each."""
+"""The registry of text models whose prefills can be cut, with their adapters."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import TextModelAdapter
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 
-#: One entry for each model: the file that knows it.
+#: The adapters, one per model.
 MODELS: list[TextModelAdapter] = [gemma4, gemma3n]
 
 
 def list_text_models() -> dict[type, TextModelAdapter]:
-    """Return SGLang's classes of text models, with their files; of some SGLang may lack a name."""
+    """Return SGLang's text model classes and their adapters; other symbols may be missing."""
     found = dict[type, TextModelAdapter]()
     for adapter in MODELS:
         text_model = compat.names.find_object(adapter.SGLANG.text_model)
@@ -21,16 +21,16 @@ def list_text_models() -> dict[type, TextModelAdapter]:
 
 
 def list_cuttable_models() -> list[Any]:
-    """Return the classes of text models of which SGLang lacks nothing."""
+    """Return the text model classes whose symbols SGLang has."""
     known = list_text_models().items()
     return [model for model, adapter in known if compat.names.find_missing(adapter.SGLANG) is None]
 
 
 def find_adapter(model: Any) -> TextModelAdapter:
-    """Return the file that knows a model of one of these classes, or of a class derived from one.
+    """Return the adapter of a model of one of these classes, or of a derived class.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is no adapter.
     """
     for known, adapter in list_text_models().items():
         if isinstance(model, known):
@@ -39,7 +39,7 @@ def find_adapter(model: Any) -> TextModelAdapter:
 
 
 def find_adapter_by_type(model_type: str) -> TextModelAdapter | None:
-    """Return the file that knows the models whose config has this ``model_type``, or None."""
+    """Return the adapter of models whose config has this ``model_type``, or None."""
     for adapter in MODELS:
         if model_type in adapter.MODEL_TYPES:
             return adapter

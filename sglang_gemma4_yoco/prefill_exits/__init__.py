@@ -1,1 +1,1 @@
-"""Exits from prefills that SGLang has captured in CUDA graphs, and the repair of that capture."""
+"""Exits from prefills that SGLang has captured in CUDA graphs, and the fix of that capture."""

@@ -1,7 +1,7 @@
-"""When a runner starts: SGLang's capture of prefills is repaired, and exits are opened.
+"""Setup of a runner's captured prefills: the fix of their capture, and the opening of exits.
 
-Captured prefills take text from its ids alone. They would answer a prompt with images as if it were
-text, so those run eagerly, as long as there are such graphs (``graph_exits``).
+Captured prefills embed text from its ids alone and would ignore images, so multimodal prompts run
+eagerly while such graphs exist (``graph_exits``).
 """
 
 import logging
@@ -16,14 +16,14 @@ from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.prefill_exits.graph_exits import PrefillGraphExits
 
-#: Where SGLang's runner of captured prefills has its exits.
+#: The attribute of SGLang's prefill graph runner that holds the exits.
 EXITS_ENTRY = "_yoco_exits"
 
 
 def is_repaired() -> bool:
-    """Return True if SGLang's capture of prefills is repaired with these flags and settings.
+    """Return True if SGLang's capture of prefills is fixed with these flags and settings.
 
-    The operator must have named these graphs. A newer SGLang may not need it.
+    The operator must have requested these graphs. A newer SGLang may not need the fix.
     """
     is_tested = not compat.release.is_newer_than_tested()
     return settings.current.prefill_graphs and is_tested and compat.captured_prefills.are_named()
@@ -31,42 +31,42 @@ def is_repaired() -> bool:
 
 @contextmanager
 def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
-    """Repair SGLang's capture of this model's prefills in the block; their exits begin closed.
+    """Fix SGLang's capture of this model's prefills in the block; their exits start closed.
 
-    Nothing is repaired on a server of which no batch may be cut: its setup was never tried so.
+    No-op on a server of which no batch may be cut: that setup was never tested.
     """
     if state.unsupported is not None or not is_repaired():
         yield
         return
     log.log_once(
-        "Gemma 4 fast prefill: SGLang's capture of prefill CUDA graphs is repaired for this model "
-        f"({compat.captured_prefills.SHARED_LAYER_IDS}), because --cuda-graph-backend-prefill asks "
-        f"for them; {settings.name_of('prefill_graphs')}=0 leaves it"
+        "Gemma 4 fast prefill: SGLang's capture of prefill CUDA graphs is fixed for this model "
+        f"({compat.captured_prefills.SHARED_LAYER_IDS}), because --cuda-graph-backend-prefill "
+        f"requests them; {settings.name_of('prefill_graphs')}=0 disables the fix"
     )
     config, attention = runner.model.config, state.tail_layers[0].self_attn.attn
     with compat.captured_prefills.capture_with_exits(state.model, config, attention):
         yield
     try:
         prefills = compat.server.get_captured_prefills(runner)
-        # Where SGLang has captured decode steps alone, prefills are those of an earlier capture.
+        # If SGLang captured decode steps only, the prefills are those of an earlier capture.
         if prefills is not None and not hasattr(prefills, EXITS_ENTRY):
             setattr(prefills, EXITS_ENTRY, PrefillGraphExits(state.model, config, prefills))
             state.exits_are_open = False
-            # Without the state nothing would know how to serve by them.
+            # Nothing can serve by them without the state.
             state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))
     except Exception:
-        # Without the exits nothing would keep media out of these graphs.
+        # Without the exits nothing keeps multimodal prompts out of these graphs.
         runner.prefill_cuda_graph_runner = None
         raise
 
 
 def open_exits(runner: Any, state: ModelState) -> None:
-    """Open the exits of what SGLang has captured, if they agree with stock; before it serves."""
+    """Open the exits of captured prefills if they agree with stock; called before it serves."""
     if state.exits_are_open is None:
         return
     checked = exit_check.check_exits(runner, state)
     state.report.exits_check = checked.to_json()
-    # A rank that leaves a graph would wait for one that runs it to its end.
+    # A rank that leaves a graph would wait for one that replays it in full.
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
     state.exits_are_open = checked.agrees and differ is None
     if state.exits_are_open:

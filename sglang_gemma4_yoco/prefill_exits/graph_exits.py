@@ -1,4 +1,4 @@
-"""Exits from SGLang's captured prefills: at the attention of the layer that is cut inside.
+"""Exits from SGLang's captured prefills, at the attention of the layer with the cut.
 
 SGLang captures a prefill as one CUDA graph for each stretch between two attentions, a *segment*,
 and runs the attentions eagerly (its *breakable* graphs). With the cut inside layer S-1 of L::
@@ -29,8 +29,8 @@ from sglang_gemma4_yoco.core.state import ModelState, get_state
 class PrefillGraphExits:
     """The exits of one model's captured prefills, one for each bucket.
 
-    SGLang's runner of captured prefills calls it for as long as it exists, and it alone holds it:
-    graphs that SGLang drops are freed. It also keeps media out of them, whatever is cut.
+    Only SGLang's prefill graph runner, which calls it, holds a reference, so graphs that SGLang
+    drops are freed. It also keeps multimodal prompts out of the graphs, cut or not.
     """
 
     def __init__(self, model: Any, config: Any, prefills: Any) -> None:
@@ -39,7 +39,7 @@ class PrefillGraphExits:
         self._embed = partial(compat.captured_prefills.embed_text, model, config)
         self._graphs = compat.captured_prefills.list_graphs(prefills.backend)
         for _, output in self._graphs.values():
-            output.zero_()  # rows that are not written any more must at least be finite
+            output.zero_()  # rows that are no longer written must be finite
         prefills.can_run_graph = partial(self._can_run_graph, prefills.can_run_graph)
         prefills.execute = partial(self._execute, prefills.execute)
         prefills.backend.replay = partial(self._replay, prefills.backend.replay)
@@ -63,7 +63,7 @@ class PrefillGraphExits:
 
 @dataclass
 class ExitForward:
-    """A forward that SGLang runs by a captured prefill."""
+    """A forward that SGLang runs as a captured prefill."""
 
     state: ModelState
     embed: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]  # ``embed_text`` of this model
@@ -72,7 +72,7 @@ class ExitForward:
     #: SGLang's static batch, which the graph reads: the live one's tokens first, up to the bucket.
     #: Gemma 4 has added 1 to its positions, in place.
     batch: Any
-    stock: Callable[[], torch.Tensor]  # runs the graph to its end; returns ``output``
+    stock: Callable[[], torch.Tensor]  # replays the graph in full; returns ``output``
     point: ExitPoint | None = None  # what can be read until the next replay, after ``fast``
 
     def fast(self, plan: Plan) -> torch.Tensor:
@@ -87,7 +87,7 @@ class ExitForward:
         if plan.runner is not None:
             assert isinstance(plan.runner, Replay)
             index = plan.tail.index
-            # Anew: the graph's own embeddings are overwritten by now.
+            # Embedded again: the graph's own embeddings are overwritten by now.
             embeds, embedded = self.embed(self.batch.input_ids.index_select(0, index))
             plan.runner.inputs.fill(embeds=embeds, embedded=embedded)
             rows = plan.runner.run(point.rows, self.batch.positions, None)

@@ -353,9 +353,7 @@ def test_what_cannot_be_judged(
 
     with patched(layer(engine), router=Odd.__new__(Odd)):
         assert [judged(), judged()] == [third_party.NOT_JUDGED.text] * 2
-    failed = (
-        "Gemma 4 fast prefill: looking for other people's code failed: RuntimeError('not here')"
-    )
+    failed = "Gemma 4 fast prefill: third-party code detection failed: RuntimeError('not here')"
     assert said(logging.ERROR) == [failed]
     assert judged() is None
 

@@ -67,16 +67,16 @@ SETTINGS = {
     "SGLANG_GEMMA4_YOCO": (NO_ANSWER, "use 1 or 0, or leave it unset (1): 1 to turn"),
     "SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS": (
         ("0", *NOT_A_NUMBER),
-        "use a whole number from 1 up",
+        "use an integer >= 1",
     ),
-    "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": (NOT_A_NUMBER, "use a whole number from 0 up"),
+    "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": (NOT_A_NUMBER, "use an integer >= 0"),
     "SGLANG_GEMMA4_YOCO_SELF_CHECK": (NO_ANSWER, "use 1 or 0, or leave it unset (1): 1 to compare"),
-    "SGLANG_GEMMA4_YOCO_AUDIT": (NOT_A_NUMBER, "use a whole number from 0 up"),
+    "SGLANG_GEMMA4_YOCO_AUDIT": (NOT_A_NUMBER, "use an integer >= 0"),
     "SGLANG_GEMMA4_YOCO_AUDIT_STRICT": (NO_ANSWER, "use 1 or 0, or leave it unset (0): 1 to turn"),
-    "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": (NO_ANSWER, "or leave it unset (1): 1 to shorten"),
+    "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": (NO_ANSWER, "or leave it unset (1): 1 to cut"),
     "SGLANG_GEMMA4_YOCO_TRUST": (
         ("", "a module", "theirs,", "theirs..Model", "*"),
-        "use names of Python modules or classes, with commas between, or leave it unset (none): ",
+        "use names of Python modules or classes, separated by commas, or leave it unset (none): ",
     ),
 }
 
@@ -98,9 +98,9 @@ def test_a_setting_that_means_something(name: str) -> None:
     """It sets what it is named after, and nothing else."""
     setting = settings.VARIABLES[name]
     values: dict[str, Any] = {"0": False, "1": True}
-    if "number" in setting.metadata["kind"].accepted:
+    if "integer" in setting.metadata["kind"].accepted:
         values = {"1": 1, "04096": 4096}
-        if "from 0 up" in setting.metadata["kind"].accepted:
+        if "integer >= 0" in setting.metadata["kind"].accepted:
             values["0"] = 0
     elif setting.default == ():
         values = {"theirs": ("theirs",), "a.B, c_1.d": ("a.B", "c_1.d")}

@@ -128,7 +128,7 @@ def test_what_it_says(both_servers: Pair) -> None:
     generate(server, tokens(50, seed=1))
     where = f"open after segment {FIRST_CUT + 1}"
     for words in (
-        "because --cuda-graph-backend-prefill asks for them",
+        "because --cuda-graph-backend-prefill requests them",
         f"exits from captured prefills are {where}",
         "Gemma 4 fast prefill is active",
     ):

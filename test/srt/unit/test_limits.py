@@ -225,7 +225,7 @@ def test_every_argument_that_is_read_is_judged() -> None:
 
     Else a newer SGLang's other name for it would not be missed.
     """
-    read = set(re.findall(r'\bargument\("(\w+)"\)', inspect.getsource(unsupported)))
+    read = set(re.findall(r'\bread_argument\("(\w+)"\)', inspect.getsource(unsupported)))
     arguments = set()
     for name in unsupported._JUDGED_BY_VALUE:
         if not name.isupper():
