@@ -94,7 +94,7 @@ def assert_cut(engine: Any, batch: Any, length: int) -> None:
 
 
 def peak_memory(engine: Any, batch: Any, way: str) -> dict[str, Any]:
-    """MiB that a second prefill takes at its peak beyond what is in use before it."""
+    """Return the peak memory of a second prefill beyond what is in use before it, in MiB."""
     import torch
 
     from scripts.bench.bench_prefill import timed
@@ -109,7 +109,7 @@ def peak_memory(engine: Any, batch: Any, way: str) -> dict[str, Any]:
 
 
 def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
-    """Where the time of one prefill goes.
+    """Return the breakdown of one prefill's time.
 
     Host and whole time are of forwards without the profiler, which slows the host down; the
     device's are of one forward with it.
@@ -143,7 +143,7 @@ def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
 
 
 def device_time(events: Sequence[Any], device: str) -> dict[str, Any]:
-    """Milliseconds in which the device was busy and idle, and its ten largest kernels.
+    """Return the device's busy and idle time in milliseconds, and its ten largest kernels.
 
     It is idle when nothing is queued: it waits for the host. On a CPU the innermost operations
     stand in for kernels.
@@ -177,7 +177,7 @@ PARTS: dict[str, Callable[[Any, Any, str], dict[str, Any]]] = {
 
 
 def measure_forwards(part: str, args: argparse.Namespace) -> int:
-    """Run a part of this script, in turns off and on; return the exit status."""
+    """Run a part of this script, alternating off and on; return the exit status."""
     from scripts.bench import bench_prefill
 
     device = bench_prefill.choose_device(args.device)
@@ -202,7 +202,7 @@ def measure_forwards(part: str, args: argparse.Namespace) -> int:
 
 
 def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
-    """The command that measures a part, in a process of its own: it has the GPU to itself."""
+    """Return the command that measures a part in a process of its own, alone on the GPU."""
     small = args.preset.endswith("TINY")
     name = re.sub(r"[^a-z0-9]+", "-", f"{args.preset} {device_name(device)}".lower()).strip("-")
     path = os.path.relpath(args.results / f"gpu_{part}_{name}.json", REPO)
@@ -220,7 +220,7 @@ def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     every = [*COMMANDS, *PARTS]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does SGLang answer sooner with this package, and does it give the same answers?
+"""Is SGLang's time to first token shorter with this package, and are its answers the same?
 
 ``python3 scripts/demo.py`` needs Python 3.11 or later and 12 GB of disk, nothing else. It
 
@@ -69,7 +69,7 @@ def bootstrap(args: argparse.Namespace) -> NoReturn:
 
 
 def demo(args: argparse.Namespace) -> NoReturn:
-    """Go on as ``verify``, inside a complete environment."""
+    """Run ``verify`` inside a complete environment."""
     names = ("sglang", "sglang_gemma4_yoco", "sglang_gemma4_reference")
     missing = [name for name in names if find_spec(name) is None]
     if missing:
@@ -97,7 +97,7 @@ def demo(args: argparse.Namespace) -> NoReturn:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; what is not the demo's own is verify's."""
+    """Return the parsed command line; options that the demo lacks are verify's."""
     parser = new_parser(__doc__)
     parser.usage = "%(prog)s [options] [options of verify] [-- SERVER_FLAG ...]"
     add = parser.add_argument
@@ -120,7 +120,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the part of the demo that belongs to this interpreter."""
+    """Run this interpreter's part of the demo."""
     args = parse(argv)
     exit_on_signals()
     try:

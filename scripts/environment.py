@@ -22,7 +22,7 @@ NEWEST = {"newest": f"sglang>={SGLANG_VERSION}", "prerelease": f"sglang>{SGLANG_
 
 
 def run(*command: str | Path) -> bool:
-    """Run a command in the repository, and tell whether it succeeded."""
+    """Run a command in the repository; return True if it succeeded."""
     say(f"$ {shlex.join(map(str, command))}")
     return subprocess.run(command, cwd=REPO, check=False).returncode == 0
 
@@ -41,7 +41,7 @@ def find_uv(venv: Path) -> Path:
 
 
 def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
-    """Complete an environment with a release of SGLang, or one of ``NEWEST``; its interpreter."""
+    """Install a release of SGLang, or one of ``NEWEST``; return the environment's interpreter."""
     venv = venv.expanduser().absolute()
     python, create = venv / "bin" / "python", (sys.executable, "-m", "venv", venv)
     if not (venv / "pyvenv.cfg").exists():

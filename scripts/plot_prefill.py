@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw how many times as fast a prefill is, by length, on a CPU and on GPUs.
+"""Draw the prefill speedup by prompt length, on a CPU and on GPUs.
 
 Both show stock's time divided by that of fast prefill, against the prompt length. Both are drawn
 for light and for dark pages (``*_dark.svg``). Needs Matplotlib, of which each release draws another
@@ -31,7 +31,7 @@ DRAWN = ("tokens", "ratio", "low", "high")
 
 
 def find_lines() -> dict[str, list[dict[str, Any]]]:
-    """Return measured points by their line's label, in the order of their lengths."""
+    """Return measured points by their line's label, sorted by length."""
     found = defaultdict(list)
     for document in load_results("prefill_*.json"):
         model = document["model"].removesuffix("_MINI")

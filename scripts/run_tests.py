@@ -35,7 +35,7 @@ GPU = ("-s", "-p", "no:xdist", "-o", "pythonpath=test/srt test/reference", "test
 
 
 def pytest_arguments(args: argparse.Namespace) -> list[str]:
-    """What pytest is called with; files that are named run whole."""
+    """Return pytest's arguments; named files run whole."""
     if args.gpu:
         return [*GPU, *args.pytest]
     chosen: tuple[str, ...] = QUICK if args.quick else ()
@@ -48,7 +48,7 @@ def pytest_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def parse_arguments(typed: list[str] | None = None) -> argparse.Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")

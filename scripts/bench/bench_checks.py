@@ -58,12 +58,12 @@ def _end_with_parent() -> None:
 
 
 def watch_parent() -> None:
-    """Have this process end when its parent does, even by SIGKILL."""
+    """End this process when its parent ends, even by SIGKILL."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def in_a_process_of_its_own(group: Group) -> list[Result]:
-    """All models of a group."""
+    """Return the results of all models of a group, computed in a process of its own."""
     from harness import checked_models
 
     spawning = multiprocessing.get_context("spawn")
@@ -72,7 +72,7 @@ def in_a_process_of_its_own(group: Group) -> list[Result]:
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """False alarms, and the smallest factor of each breakage."""
+    """Return the false alarms, and the smallest factor of each breakage."""
     largest = {"check": 0.0, "audits": 0.0, "proofs": 0.0}
     alarms = dict.fromkeys(largest, 0)
     factors: dict[str, list[tuple[float, str]]] = defaultdict(list)
@@ -100,7 +100,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """``value`` for JSON, with a word for what is infinite."""
+    """Return ``value`` for JSON, with a word for a number that is not finite."""
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -113,7 +113,7 @@ def finite(value: Any) -> Any:
 
 
 def parse_arguments() -> Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--models", type=parse_positive, help="at most so many of each shape and type")
@@ -127,7 +127,7 @@ def parse_arguments() -> Namespace:
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run what is asked for; what was found, and the whole document."""
+    """Run the requested models; return the summary and the whole document."""
     from harness import checked_models
 
     began = time.monotonic()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How soon do requests get their tokens under a load, and do those wait that are decoding?
+"""Does latency regress under load? Time to first token and between tokens, stock and fast.
 
 Serves one model twice, stock and fast, and sends both the same random prompts in turns, with
 SGLang's own ``sglang.benchmark.serving``: at random times (``--rates``, in requests per second), or
@@ -56,7 +56,7 @@ BATCHES = {
 
 
 def send(server: Server, rate: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of ``sglang.benchmark.serving``: the document that it writes, with details."""
+    """Run ``sglang.benchmark.serving`` once; return the document that it writes, with details."""
     output = server.log_file.with_suffix(f".{rate}.{seed}.jsonl")
     log = output.with_suffix(".log")
     ratio = 0.5
@@ -94,7 +94,7 @@ def send(server: Server, rate: float, seed: int, args: argparse.Namespace) -> di
 
 
 def summed_up(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Times of all requests of some runs, in milliseconds; what else each run has taken."""
+    """Return the times of all requests of some runs, in milliseconds, and figures of each run."""
     first = list(chain.from_iterable(run["ttfts"] for run in runs))
     of_requests = chain.from_iterable(run["itls"] for run in runs)
     between = list(chain.from_iterable(of_requests))
@@ -125,7 +125,7 @@ def summarise_times(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def batch_sizes(log: str) -> dict[str, dict[str, float]]:
-    """How many batches of each kind a log names, and their mean and largest size."""
+    """Return the number of batches of each kind in a log, with their mean and largest size."""
     found = {}
     for name, pattern in BATCHES.items():
         if sizes := [int(size) for size in pattern.findall(log)]:
@@ -135,7 +135,7 @@ def batch_sizes(log: str) -> dict[str, dict[str, float]]:
 
 
 def describe_run(run: dict[str, Any]) -> str:
-    """Times and batches of one run, for a line."""
+    """Return the times and batches of one run, as one line."""
     found = summed_up([run])
     first, between = found["ttft_ms"], found["itl_ms"]
     told = f"{run['duration']:.2f} s"
@@ -150,7 +150,7 @@ def describe_run(run: dict[str, Any]) -> str:
 
 
 def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str, Any]]:
-    """Each rate: what stock does, and what fast."""
+    """Measure stock and fast at each rate; return the results."""
     from sglang_gemma4_yoco.commands.verify.servers import check_switch, make_pair, run_servers
 
     folder.mkdir()
@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     number: dict[str, Any] = {"type": parse_positive, "metavar": "N"}

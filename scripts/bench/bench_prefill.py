@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How much faster is a prefill, and how much of what is possible is that?
+"""Prefill speedup, and the ceiling that no implementation can beat, on a GPU or a CPU.
 
 Runs SGLang's ModelRunner in this process (no scheduler, no HTTP), on a GPU or on the CPU platform,
 and times the same batch three ways, interleaved in one run:
@@ -97,23 +97,23 @@ class Load:
 
     @property
     def total(self) -> int:
-        """Rows of the batch."""
+        """Return the rows of the batch."""
         return self.length * self.batch_size + self.decoding
 
     @property
     def suffix(self) -> int:
-        """Rows of each prompt that are read, at least its last."""
+        """Return the rows of each prompt that are read, at least its last."""
         return max(round(self.length * self.read), 1)
 
     @property
     def kept(self) -> int:
-        """Rows of the batch that are read."""
+        """Return the rows of the batch that are read."""
         return self.suffix * self.batch_size + self.decoding
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of a prefill that SGLang replays.
+    """Result of a prefill that SGLang replays.
 
     Attributes:
         path: what the package reports: a way of being active, or why it fell back.
@@ -130,7 +130,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured of one batch.
+    """Measurements of one batch.
 
     Attributes:
         path: a way of being active, or the reason why the forward fell back to stock.
@@ -158,17 +158,17 @@ class Point:
 
     @property
     def differs(self) -> bool:
-        """Whether an answer is another one than stock's, in float32."""
+        """Return True if an answer differs from stock's in float32."""
         answers: list[Point | Replayed] = [self, *self.replayed.values()]
         return any(not one.same_tokens or one.max_logit_difference > 1e-3 for one in answers)
 
 
 class NotActiveError(Exception):
-    """The fast path did not run and gave no reason, or its answers could not have differed."""
+    """Raised if the fast path did not run and gave no reason, or no answer could have differed."""
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     presets = ["E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"]
@@ -188,13 +188,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def loads(args: argparse.Namespace) -> list[Load]:
-    """What is measured."""
+    """Return the batches to measure."""
     every = product(args.batch_sizes, args.decoding, args.read, args.lengths)
     return [Load(length, size, decoding, read) for size, decoding, read, length in every]
 
 
 def choose_device(wanted: str) -> str:
-    """``cpu`` or ``cuda``; selects the CPU platform, which must happen before SGLang's import."""
+    """Return ``cpu`` or ``cuda``. Selects the CPU platform, which must precede SGLang's import."""
     import torch
 
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -206,7 +206,7 @@ def choose_device(wanted: str) -> str:
 def build_engine(
     preset: str, device: str, folder: Path, rows: int, *, graphs: bool, prefills: Sequence[int] = ()
 ) -> Any:
-    """The model on SGLang's ModelRunner.
+    """Return the model on SGLang's ModelRunner.
 
     Args:
         preset: made in ``folder``, with random weights.
@@ -241,7 +241,7 @@ def build_engine(
 
 
 def buckets(args: argparse.Namespace, device: str) -> list[int]:
-    """Rows of the batches whose prefills SGLang captures."""
+    """Return the rows of the batches whose prefills SGLang captures."""
     from sglang_gemma4_reference import releases
 
     on_cpu = device == "cpu"
@@ -252,7 +252,7 @@ def buckets(args: argparse.Namespace, device: str) -> list[int]:
 
 
 def capturable(device: str) -> AbstractContextManager[object]:
-    """SGLang can capture prefills in the span, on a CPU too."""
+    """Let SGLang capture prefills in the ``with`` block, on a CPU too."""
     if device != "cpu":
         return nullcontext()
     from sglang_gemma4_reference import prefill_graphs
@@ -272,7 +272,7 @@ def capture(engine: Any) -> None:
 
 
 def randomise(engine: Any) -> None:
-    """Give the model weights whose answers depend on all of the prompt, which dummies do not."""
+    """Draw weights whose answers depend on the whole prompt, which dummy weights' do not."""
     import torch
 
     from sglang_gemma4_reference import checkpoint, gemma3n
@@ -290,7 +290,7 @@ def randomise(engine: Any) -> None:
 
 
 def must_have_spread(logits: torch.Tensor) -> None:
-    """Raise ``NotActiveError`` where the answers would be the same whatever was computed."""
+    """Raise ``NotActiveError`` if the answers would be the same whatever was computed."""
     spread = float(logits.float().std())
     if device_name(logits.device.type) == REHEARSAL:
         return
@@ -300,7 +300,7 @@ def must_have_spread(logits: torch.Tensor) -> None:
 
 @contextmanager
 def served(engine: Any, way: str) -> Iterator[None]:
-    """The fast path is on or off, and SGLang replays captured prefills or not, as the way says."""
+    """Turn the fast path and SGLang's replays on or off in the ``with`` block, as ``way`` says."""
     from sglang_gemma4_reference.engine import switched
     from sglang_gemma4_yoco import compat
     from sglang_gemma4_yoco.core import eligibility
@@ -319,7 +319,7 @@ def served(engine: Any, way: str) -> Iterator[None]:
 
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
-    """Seconds and logits of one forward."""
+    """Return the seconds and the logits of one forward."""
     from sglang_gemma4_yoco.compat.server import wait_for_device
 
     device = engine.runner.device
@@ -334,7 +334,7 @@ def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
 def timed_in_turns(
     engine: Any, batch: Any, ways: Sequence[str], repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds of each way's forwards, and the logits of its last; each round begins elsewhere."""
+    """Return the seconds of each way's forwards, and its last logits; rounds rotate the order."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     logits: dict[str, torch.Tensor] = {}
     order = list(ways)
@@ -347,7 +347,7 @@ def timed_in_turns(
 
 
 def rows_of_forward(engine: Any, batch: Any) -> list[int]:
-    """FFN rows of each layer with the fast path on, seen from outside; 0 for replayed ones."""
+    """Return the FFN rows of each layer with the fast path on, seen from outside; 0 if replayed."""
     rows: list[int] = []
     with ExitStack() as span:
         for layer in engine.text_model.layers:
@@ -358,7 +358,7 @@ def rows_of_forward(engine: Any, batch: Any) -> list[int]:
 
 
 def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
-    """What the package reports of one ``forward``, and its result; else ``NotActiveError``."""
+    """Return the outcome of one ``forward``, and its result; ``NotActiveError`` if it has none."""
     from sglang_gemma4_yoco import counters
 
     counters.served.forwards.clear()
@@ -369,7 +369,7 @@ def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
 
 
 def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
-    """``active`` or a reason, and the rows of each layer; ``NotActiveError`` if they contradict."""
+    """Return ``active`` or a reason, and each layer's rows; ``NotActiveError`` on a conflict."""
     from sglang_gemma4_yoco import counters
 
     outcome, rows = with_outcome(partial(rows_of_forward, engine, batch))
@@ -383,7 +383,7 @@ def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
 
 
 def prompts(load: Load, vocabulary: int) -> list[Any]:
-    """The requests of a batch, with random tokens, always the same."""
+    """Return the requests of a batch, whose random tokens are always the same."""
     from sglang_gemma4_reference.engine import Prompt
 
     draw = random.Random(load.length * 1000 + load.batch_size)
@@ -403,7 +403,7 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
 
 
 def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[str, Replayed]:
-    """What comes of the ways whose prefill SGLang replays, if it has captured one of these rows.
+    """Return the results of the ways that SGLang replays, if it has captured one of these rows.
 
     It is compared with ``stock``, the logits of the eager stock forward.
     """
@@ -417,20 +417,20 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
 
 
 def agreement(logits: torch.Tensor, stock: torch.Tensor) -> tuple[float, bool]:
-    """The largest difference of two answers' logits, and whether their greedy tokens are equal."""
+    """Return the largest difference of two answers' logits; True if their greedy tokens agree."""
     same = (logits.argmax(-1) == stock.argmax(-1)).all()
     return float((logits - stock).abs().max()), bool(same)
 
 
 def captured_rows(engine: Any) -> list[int]:
-    """The lengths of the prefills that SGLang has captured."""
+    """Return the lengths of the prefills that SGLang has captured."""
     runner = getattr(engine.runner, "prefill_cuda_graph_runner", None)
     graphs = getattr(getattr(runner, "backend", None), "_graphs", ())
     return sorted(getattr(key, "size", key) for key in graphs)
 
 
 def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dict[str, Counts]:
-    """What the host does in each way; ``NotActiveError`` if SGLang was to replay, and did not."""
+    """Return the host's work in each way; ``NotActiveError`` if a due replay did not happen."""
     from scripts.bench import host_work
 
     counts = {}
@@ -480,7 +480,7 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
 
 
 def measure_gate(engine: Any) -> dict[str, float]:
-    """What the package adds to forwards that it leaves alone, in microseconds.
+    """Return the overhead on forwards that the package leaves alone, in microseconds.
 
     Stock functions that do nothing are called with the package's wrappers around them, and without.
     """
@@ -524,7 +524,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
 
 
 def describe(preset: str, engine: Any) -> dict[str, Any]:
-    """Where the figures come from: command, commit, model, machine and versions."""
+    """Return the origin of the figures: command, commit, model, machine and versions."""
     import torch
 
     dtype = next(engine.text_model.parameters()).dtype
@@ -537,7 +537,7 @@ def describe(preset: str, engine: Any) -> dict[str, Any]:
 
 
 def show(point: Point) -> None:
-    """A line for people."""
+    """Print a line for people."""
     ways = {"off": point.off, "on": point.on, "front only": point.front}
     for way, seen in point.replayed.items():
         if seen.times is not None:

@@ -1,4 +1,4 @@
-"""How long a prefill takes, by the sizes of a model, a data sheet and assumptions.
+"""Model of a prefill's duration, from a model's sizes, a data sheet and assumptions.
 
 A forward takes as long as its host or its device needs, whichever is longer. The host needs some
 time for each operation that PyTorch dispatches. The device needs for each layer's matrix products
@@ -67,7 +67,7 @@ def attention_seconds(case: Any, whole: Any, values: Any) -> Any:
     end, prompts = case.prefix + case.tokens, case.rows / case.tokens
 
     def before(position: int, window: Any) -> Any:
-        """Return how many keys the rows before a position see together."""
+        """Return the number of keys that all rows before a position attend to."""
         ramp = np.minimum(position, window)
         return ramp * (position - ramp / 2)
 

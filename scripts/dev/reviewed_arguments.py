@@ -41,7 +41,7 @@ def reviewed() -> set[str]:
 
 
 def main() -> None:
-    """Add what is new to the list."""
+    """Add new names to the list."""
     new_parser(__doc__).parse_args()
     from sglang_gemma4_yoco.loading import unsupported
 

@@ -63,7 +63,7 @@ print(json.dumps(about | {"python": platform.python_version()}))
 
 
 def try_release(version: str, folder: Path, override: str | None = None) -> dict[str, Any]:
-    """Run its tests, with this requirement in place of SGLang's; tell what became of them."""
+    """Run a release's tests, with this requirement in place of SGLang's; return their results."""
     venv, report = folder / version, folder / f"{version}.xml"
     report.unlink(missing_ok=True)
     began = time.monotonic()
@@ -93,7 +93,7 @@ def try_release(version: str, folder: Path, override: str | None = None) -> dict
 
 
 def main() -> int:
-    """Try the releases, and keep what was found of those that passed."""
+    """Test the releases, and save the results of those that passed."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("versions", nargs="*", default=list(VERSIONS), help="releases, newest, or prerelease")

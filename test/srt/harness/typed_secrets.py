@@ -1,4 +1,4 @@
-"""Secrets as people give them to a server, and whether one is in what a command has left.
+"""Secrets as users give them to a server, and a search of a command's output for them.
 
 Each is a mark that is nowhere else; tests look for the mark in whatever was printed or written.
 """
@@ -24,7 +24,7 @@ VARIABLES: dict[str, str] = _CASES["variables"]
 
 
 def places(*, out: str, err: str, folder: Path) -> Iterator[str]:
-    """Where a mark is, of all that was printed and of all files in ``folder``."""
+    """Yield the places of a mark, in all printed text and in all files in ``folder``."""
     texts = {"stdout": out, "stderr": err}
     for path in folder.rglob("*"):
         if path.is_file():

@@ -1,4 +1,4 @@
-"""Files of ``deploy/``: validators accept them, and SGLang knows the flags that they serve with."""
+"""Files of ``deploy/``: validators accept them, and SGLang knows their flags."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def deployment_of(manifest: str) -> Any:
 
 
 def flags_of_server(file: Path) -> list[str]:
-    """Return what stands behind ``sglang serve``."""
+    """Return the flags behind ``sglang serve``."""
     if file == KUBERNETES:
         [server] = pod()["containers"]
         words = [*server["command"], *server["args"]]
@@ -80,7 +80,7 @@ def flags_of_server(file: Path) -> list[str]:
 
 
 def test_a_first_start_has_half_an_hour() -> None:
-    """A server that is killed while it compiles kernels would start anew for ever."""
+    """A server that is killed while it compiles kernels would restart for ever."""
     [container] = pod()["containers"]
     probe = container["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 30 * 60
@@ -115,7 +115,7 @@ def test_the_switch_is_there_and_caches_are_kept(file: Path) -> None:
 
 
 def test_the_stock_replica_of_a_canary_is_another_deployment() -> None:
-    """By the command of docs/deploying.md, up to the pipe into kubectl."""
+    """The command is that of docs/deploying.md, up to the pipe into kubectl."""
     page = (REPO / "docs" / "deploying.md").read_text()
     found = re.search(r"^(sed (?s:.*?)) \| kubectl apply -f -$", page, re.MULTILINE)
     assert found is not None

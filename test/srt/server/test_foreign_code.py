@@ -1,4 +1,4 @@
-"""Servers whose rows other code reads: they answer as stock, and ``status`` has the reason.
+"""Servers with third-party code that sees their rows: they run as stock, and ``status`` says why.
 
 ``forward/test_classes`` has what is foreign, kind by kind.
 """
@@ -59,7 +59,7 @@ ask = one_by_one(*prompts_of(*LENGTHS))
 
 
 def reason_of(server: Server, capsys: Captured) -> str:
-    """Why ``status`` says that the path is not active."""
+    """Return the reason of ``status`` why the path is not active."""
     main(["status", server.url])
     out = capsys.readouterr().out.splitlines()
     return out[-1].removeprefix("The fast path is NOT active: ")
@@ -69,7 +69,7 @@ def reason_of(server: Server, capsys: Captured) -> str:
 def test_a_model_that_reads_every_row(
     tiny_checkpoint: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    """Of a package that SGLang is told of; ``doctor`` gives the server's verdict."""
+    """The model comes from a package given to SGLang; ``doctor`` gives the server's verdict."""
     package = tmp_path / "path" / "my_models"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -129,7 +129,7 @@ def test_another_plugin_on_the_same_method(
     reason: str,
     kept: tuple[int, ...],
 ) -> None:
-    """One that is trusted sees the forwards, which are cut."""
+    """A trusted plugin sees the forwards, which are cut."""
     env: Any = {
         "PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", code)),
         settings.name_of("trust"): trusted,
