@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What does fast prefill gain on this GPU, what does it cost, and where does the time go?
 
-Gemma 4 E2B or E4B at its real dimensions with random weights, so neither a network nor a checkpoint
-is needed; in bf16, with Triton attention and the unchanged SGLang. Each part is one question and
-can run alone, in any order. "off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they take turns, and
-a part reports nothing unless "on" was on and "off" was off. Whether answers are right is what
-``run_tests.py --gpu`` shows.
+Measures Gemma 4 E2B or E4B at its real dimensions with random weights, so it needs neither a
+network nor a checkpoint; in bf16, with Triton attention and the unchanged SGLang. Each part answers
+one question and can run alone, in any order. "off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they
+alternate, and a part reports nothing unless the fast path was active in "on" and inactive in "off".
+``run_tests.py --gpu`` tests the answers.
 
 Two parts serve the model to ``sglang.benchmark.serving`` (``bench/bench_latency.py``):
 
@@ -20,7 +20,7 @@ Two time single prefills (``bench/bench_prefill.py``):
 Two look at forwards in a process of their own:
 
     memory    peak memory of a prefill
-    profile   time of host and device in a prefill, and its kernels; the only part that needs CUPTI
+    profile   host and device time of a prefill, and its kernels; the only part that needs CUPTI
 
 Output contract: each part prints what its script prints, and writes ``benchmark/results/
 gpu_PART_MODEL_DEVICE.json`` after each measurement. ``scripts/tables.py --write`` makes

@@ -7,17 +7,17 @@
 2. makes a small random Gemma 4 with E2B's proportions (unless ``--model`` names a real one),
 3. runs ``sglang-gemma4-yoco verify`` on it: the model is served stock (``SGLANG_GEMMA4_YOCO=0``)
    and with fast prefill (``SGLANG_GEMMA4_YOCO=1``) by the unchanged
-   ``python -m sglang.launch_server``, both are asked the same prompts, tokens and
-   log-probabilities are compared, and the time to first token is measured with prompts that no
-   server has seen before.
+   ``python -m sglang.launch_server``, both get the same prompts, tokens and log-probabilities
+   are compared, and the time to first token is measured with prompts that are new to the servers.
 
-Without a GPU the two servers stand side by side and take turns, so that a busy machine disturbs
-both alike. On a GPU two servers of one model may not fit, so they run one after the other there.
+Without a GPU the two servers run at the same time and are measured alternately, so that other load
+on the machine affects both alike. On a GPU, where two servers of one model may not fit, they run
+one after the other.
 
 Output, for people::
 
-    each answer as soon as a server has given it; whether all agree, and a table of times; the path
-    of a report as a page
+    each answer as soon as it arrives; the result of the comparison, and a table of times; the path
+    of the HTML report
 
 and, as the last line of stdout, for programs, one JSON document with at least::
 
@@ -25,16 +25,16 @@ and, as the last line of stdout, for programs, one JSON document with at least::
      "answers_equal": bool | null, "max_logprob_diff": float | null, "ttft_off_s": float | null,
      "ttft_on_s": float | null, "ratio": float | null, "repeats": int}
 
-``active`` is read from the servers themselves: true if the fast path ran in the one and not in the
-other. If it is false nothing was measured, and what was not measured is null.
+``active`` is the servers' own report: true if the fast path ran in one of them only. If it is false
+nothing was measured. Values that were not measured are null.
 
 Exit status: 0 if it was active and the answers agree; 1 if not; 2 if the demo could not run (one
 message on stderr, no JSON). Answers agree if all tokens are equal and all log-probabilities within
-1e-3. That is asked of float32, which is what runs on a CPU; on a GPU, in bfloat16, other kernels
-round differently, so there the difference is judged by what stock differs from itself
-(``sglang-gemma4-yoco verify --help`` has the rule). All of verify's other options are taken too, as
-``--prompt-tokens``, ``--repeats`` and ``--in-turn``. For the small random model fewer
-questions are asked, and shorter prompts are timed, than verify does by itself.
+1e-3. That is the rule for float32, the type on a CPU; on a GPU, in bfloat16, other kernels round
+differently, so the bound is stock's difference from itself (``sglang-gemma4-yoco verify --help``
+has the rule). All other options are verify's, such as ``--prompt-tokens``, ``--repeats`` and
+``--in-turn``. For the small random model, fewer questions and shorter timed prompts are the
+defaults.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The virtual environment of the demo and of the tests, also for a machine without uv.
 
-``pyproject.toml`` says what is in it. With uv, in an environment of one's own,
+``pyproject.toml`` has its packages. With uv, in your own environment,
 ``uv pip install -e . --group dev`` does the same. Standard library only.
 """
 

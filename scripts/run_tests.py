@@ -3,8 +3,8 @@
 
 Needs Python 3.11 or later and 12 GB of disk, nothing else. It makes the virtual environment that
 ``scripts/demo.py`` uses too, and runs the tests in two processes, without a GPU. ``--gpu`` uses the
-environment that it is called in if SGLang is installed there. What follows ``--`` goes to pytest;
-if it names files, these run one after another, in one process::
+current environment if SGLang is installed there. Arguments after ``--`` go to pytest; if they name
+files, these run one after another, in one process::
 
     python3 scripts/run_tests.py -- test/srt/unit/test_gate.py -k LoRA
 

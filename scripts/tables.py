@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Write the tables of the documents, from result files and from tables of the package.
 
-``TABLES`` has them all. Each is a part of a page, between two marker lines. Its head is the page's
-own; the rows are written, and below them the commit, the date and the command of each result file.
+``TABLES`` has all tables. Each is a part of a page, between two marker lines. The page has the
+header; the script writes the rows, and below them the commit, date and command of each result file.
 Sentences are neither written nor compared.
 
-Checks the pages, or with ``--write`` writes them; the exit status is 1 if one is out of date. Needs
+Checks the pages, or writes them with ``--write``; the exit status is 1 if one is out of date. Needs
 an environment with SGLang.
 """
 

@@ -11,11 +11,10 @@ its own bound and several times over. Both files are in ``test/srt/harness``::
     python scripts/bench/bench_checks.py --models 12 --only tiny        # a few minutes
     TRITON_INTERPRET=1 python scripts/bench/bench_checks.py --triton    # on SGLang's Triton backend
 
-The file has what was found so far after each group of models of one shape and type.
+The file is updated after each group of models of one shape and type.
 
 Output contract: a line for each model and for each breakage on stdout; the last line is one JSON
-document. The exit status is 1 after a false alarm, or if something broken was not found; 2 if the
-run could not be made.
+document. The exit status is 1 after a false alarm or a missed breakage; 2 if the run failed.
 """
 
 from __future__ import annotations

@@ -3,19 +3,18 @@
 
 Serves one model twice, stock and fast, and sends both the same random prompts in turns, with
 SGLang's own ``sglang.benchmark.serving``: at random times (``--rates``, in requests per second), or
-all at once (``--rates inf``). For each rate, with mixed chunks off and on, the times to first token
-and between tokens of all turns are put together: their mean and percentiles. A server that is done
-sooner may put fewer requests into a batch, so the sizes of its batches stand beside them, as SGLang
-logs them. The model is a small random one on the CPU platform, in float32; with ``--device cuda``
-it is one with dummy weights, in bfloat16.
+all at once (``--rates inf``). For each rate, with mixed chunks off and on, it reports the mean and
+percentiles of time to first token and between tokens over all turns. A faster server may form
+smaller batches, so it also reports the batch sizes that SGLang logs. The model is a small random
+one on the CPU platform, in float32; with ``--device cuda`` it has dummy weights, in bfloat16.
 
     python scripts/bench/bench_latency.py --rates 0.1 0.2 0.35 --repeats 3
     python scripts/bench/bench_latency.py --device cuda --preset E2B --rates inf \\
         --requests 30 --prompt 7000 --answer 10 --exact
 
 Output contract: a line for each run on stdout; the last line is one JSON document. Exit status: 0
-if everything was measured and the fast path was active on the one server and not on the other, 2 if
-not. docs/operating.md has the two commands for a server of one's own.
+if everything was measured and the fast path was active on one server only, else 2.
+docs/operating.md has the two commands for your own server.
 """
 
 from __future__ import annotations

@@ -6,23 +6,23 @@ and times the same batch three ways, interleaved in one run:
 
 * **off**: the stock forward (``SGLANG_GEMMA4_YOCO=0``);
 * **on**: with fast prefill;
-* **front-only**: the tail left out altogether, the time that no implementation can beat.
+* **front-only**: without the tail, a time that no implementation can beat.
 
 For each batch it prints medians with 20th and 80th percentiles, the ratio off/on and the ceiling
-off/front-only; its document also has what the package adds to forwards that it leaves alone, and
-how often the host does something in a forward (``host_work``). It verifies that on and off give the
-same answer, and how many rows each layer computed; it refuses to report "on" where the fast path
-was neither active nor fell back with a reason. E2B_HOST and E4B_HOST have the real models' layers,
-and are tiny otherwise.
+off/front-only; its document also has the overhead on forwards that the package leaves alone, and
+counts of the host's work in a forward (``host_work``). It verifies that on and off give the same
+answer, and how many rows each layer computed; it does not report "on" if the fast path neither was
+active nor fell back with a reason. E2B_HOST and E4B_HOST have the real models' layers, and are tiny
+otherwise.
 
 With ``--graphs tail`` the tail is captured, as on a server with CUDA graphs. With ``--graphs
-prefills`` (or nothing behind the flag) SGLang captures its prefills too, and there are two more
-ways: **off replayed** runs SGLang's captured prefill to its end, **on replayed** leaves it for the
-package's captured tail. On a GPU these are timed as well. On a CPU a replay runs the captured
-operations one by one, so only the host's work besides is a result there.
+prefills`` (or the flag alone) SGLang captures its prefills too, and there are two more ways:
+**off replayed** runs SGLang's captured prefill to its end, **on replayed** leaves it for the
+package's captured tail. They are timed on a GPU only. On a CPU a replay runs the captured
+operations one by one, so only the host's other work is measured there.
 
 Output contract: a line for each batch on stdout; the last line is one JSON document. Exit status: 0
-if everything was measured, 1 if an answer differs in float32 or nothing is reported as on.
+if everything was measured, 1 if an answer differs in float32 or "on" cannot be reported.
 
     python scripts/bench/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
     python scripts/bench/bench_prefill.py --lengths 4 64 --decoding 0 31 --min-skipped-rows 1
@@ -56,7 +56,6 @@ from scripts.result_files import REHEARSAL, begin_result, device_name, write_res
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.comparison import Times
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
-from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.settings import name_of
 
 if TYPE_CHECKING:
@@ -263,6 +262,7 @@ def capturable(device: str) -> AbstractContextManager[object]:
 def capture(engine: Any) -> None:
     """Capture the tail, or raise ``NotActiveError``; decode steps stay eager."""
     from sglang_gemma4_reference import releases
+    from sglang_gemma4_yoco.core.state import get_state
 
     releases.record_decode_steps(engine.runner)
     known = get_state(engine.text_model)

@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
 """Does a real model keep its accuracy with fast prefill? GSM8K and pictures, off and on.
 
-Sends two SGLang servers of one checkpoint, off and on, the same questions at temperature 0, and the
-one that is off all of them once more:
+Sends two SGLang servers of one checkpoint, off and on, the same questions at temperature 0, and
+sends them to the stock server once more:
 
 * GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring);
 * 30 pictures of two colours each, made here: "name the two colours".
 
-For both it prints the accuracy of each run, the share of answers that are the same character by
-character, off and on as well as off and off again, and the answers that are not. In bf16 on a GPU
-other kernels run for the last rows, so a few answers differ; accuracy should not. Where off and off
-again differ, questions that are asked several at a time have met in other batches: that many
-answers differ without fast prefill. ``--concurrency 1`` asks them one at a time.
+For both it prints the accuracy of each run, the share of identical answers between off and on and
+between the two runs of off, and the answers that differ. In bf16 on a GPU other kernels run for the
+last rows, so a few answers differ; accuracy should not. The two runs of off differ if concurrent
+questions are batched differently: that is the baseline without fast prefill. ``--concurrency 1``
+asks one question at a time.
 
     python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it   # one after the other
     python scripts/bench/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
 
-Output contract: for people on stdout; the last line is one JSON document. Exit status 0 when both
-servers have answered, rightly or not; 2 when something went wrong. lm-eval downloads GSM8K, unless
+Output contract: text for people on stdout; the last line is one JSON document. Exit status: 0 if
+both servers have answered, rightly or not; 2 if the run failed. lm-eval downloads GSM8K, unless
 ``--questions`` names a file with a question and an answer per line of JSON. Needs the dependency
 group ``eval``, which the environment of ``scripts/run_tests.py`` has.
 """

@@ -1,9 +1,9 @@
 """The host's work in one forward: operations, replays, Triton launches, reads of the device.
 
-Looks from outside of the package, in a pass of its own, since counting slows the host down.
+It is counted from outside of the package, in a pass of its own, since counting slows the host down.
 
-All that is dispatched counts, views and allocations as well. What a replayed graph runs is the
-device's work, so the replay itself is one operation; each segment of a captured prefill is such a
+Every dispatched operation counts, views and allocations as well. A replay is one operation, since
+the operations in its graph are the device's work; each segment of a captured prefill is such a
 graph. An attention call of the CPU platform's own backend is one operation too, in place of a
 kernel. Reads are those that ``host_reads`` sees.
 """

@@ -2,9 +2,9 @@
 
 A forward takes as long as its host or its device needs, whichever is longer. The host needs some
 time for each operation that PyTorch dispatches. The device needs for each layer's matrix products
-the larger of operations / reached peak and bytes / bandwidth, and besides the time of attention and
-of elementwise kernels. ``benchmark/model.toml`` has the data sheets, the counts of operations, and
-the ranges of what is assumed.
+the larger of operations / reached peak and bytes / bandwidth, plus the time of attention and of
+elementwise kernels. ``benchmark/model.toml`` has the data sheets, the counts of operations, and
+the ranges of the assumed values.
 
 Arguments of several functions:
     case: a measurement or a prediction: the model, its prompts, and how they are served.

@@ -2,21 +2,21 @@
 """Does a fast server answer random traffic as stock does, and stay healthy?
 
 Serves a small random Gemma 4 on the CPU platform twice, in float32, with the fast path off and on,
-and sends both the same random requests (``sglang_gemma4_reference.workload`` has the requests, and
-what of an answer is compared). With ``--captured`` the fast server replays its decode steps, and
+and sends both the same random requests (``sglang_gemma4_reference.workload`` has the requests and
+the comparison of answers). With ``--captured`` the fast server replays its decode steps, and
 its tails for up to 16 prompts. With ``--failures-every N`` it gets the requests once more, while
 every Nth forward that takes the fast path fails inside the tail: stock must serve those.
 
 A run passes if
 
 * every request is answered, and every answer is that of the stock server;
-* the fast path was active, by the rows that the layers computed, on the one server, and not on
-  the other; of each forward the last layer computed just the rows that are read, or all where
-  skipping the others does not pay by the package's own rule; a captured tail was replayed; and as
-  many forwards were served by stock as failures were injected;
+* the fast path was active on one server only, by the rows that the layers computed; in each forward
+  the last layer computed just the rows that are read, or all if skipping does not pay by the
+  package's own rule; a captured tail was replayed; and stock served one forward for each injected
+  failure;
 * nothing leaks: after the last answer no token holds a slot, SGLang's own checks of its pools,
-  after every step and when idle, have reported nothing, and the memory of all of the server's
-  processes has stayed the same from half of the time on.
+  after every step and when idle, have reported nothing, and the memory of the server's processes
+  did not grow in the second half.
 
 Output contract: lines for people on stdout; the last line is one JSON document. Exit status: 0 if
 the run passed, 1 if not, 2 if it could not be made or a server has died.

@@ -12,14 +12,14 @@ to release for the CPU platform: their tests run with the newest one only, in ev
     python3 scripts/dev/version_matrix.py prerelease  # the newest of all, pre-releases too
     python3 scripts/dev/version_matrix.py 0.5.23 --override transformers==5.24.0
 
-The last one has another package than SGLang pins, as users do who upgrade one. ``newest`` and
-``prerelease`` run with ``SGLANG_GEMMA4_YOCO_UNTESTED=1``: a release that nobody has tested is stock
+The last one overrides a package that SGLang pins, as users do who upgrade it. ``newest`` and
+``prerelease`` run with ``SGLANG_GEMMA4_YOCO_UNTESTED=1``: an untested release runs as stock
 otherwise.
 
 Output contract: the last line for each release is ``sglang VERSION: passed`` or ``failed``, with
-counts. What passed goes to ``benchmark/results/version_matrix.json``, but not with ``--override``;
-``scripts/tables.py --write`` makes the table of docs/compatibility.md of it. Exit status: 0 if all
-passed, 1 if one did not.
+counts. Releases that passed go to ``benchmark/results/version_matrix.json``, except with
+``--override``; ``scripts/tables.py --write`` makes docs/compatibility.md's table of it. Exit
+status: 0 if all passed, 1 if one did not.
 """
 
 from __future__ import annotations
