@@ -56,7 +56,7 @@ from scripts.environment import REPO
 from scripts.result_files import RESULTS, device_name, write_result
 from sglang_gemma4_yoco.commands.console import say
 
-#: The parts that are other scripts' commands, and what makes them small, to try the script itself.
+#: The parts that run other scripts, and the arguments that make them small, for a trial run.
 COMMANDS = {
     "load": (
         "bench_latency.py --rates inf --mixed off --requests 30 --prompt 7000 --answer 10 --exact"
@@ -228,7 +228,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--part", nargs="+", choices=every, default=every, help="what to measure")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--results", type=Path, default=RESULTS, help="the folder of the result files")
-    add("--measure", choices=PARTS, help=argparse.SUPPRESS)  # what a part's own process does
+    add("--measure", choices=PARTS, help=argparse.SUPPRESS)  # a part, in its own process
     add("--lengths", type=int, nargs="+", help=argparse.SUPPRESS)
     add("--json", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -32,7 +32,7 @@ def new_parser(about: str | None) -> argparse.ArgumentParser:
     """
     try:
         command_without_secrets(sys.argv)
-    except ValueError as failure:  # of a quotation mark without another
+    except ValueError as failure:  # of an unmatched quotation mark
         raise SystemExit(failed(SetupError(f"{_SERVER_ARGS}: {failure}"))) from failure
     return argparse.ArgumentParser(description=about, formatter_class=_Help, allow_abbrev=False)
 

@@ -54,7 +54,7 @@ def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
     if free < 12e9 and not any(venv.glob("lib/*/site-packages/sglang")):
         raise SetupError(f"{venv} has {free / 1e9:.1f} GB of free disk, and SGLang needs about 12")
     release = NEWEST.get(sglang, f"sglang=={sglang}")
-    # Editable, so that an environment of last week has the checkout of today.
+    # Editable, so that an older environment follows the checkout.
     packages = (release, "-e", REPO, f"--group={group}")
     if run(find_uv(venv), "pip", "install", "--python", python, *packages):
         return python

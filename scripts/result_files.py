@@ -17,7 +17,7 @@ from scripts.environment import REPO
 from sglang_gemma4_yoco.commands.console import say
 
 RESULTS = REPO / "benchmark" / "results"
-#: What a GPU without a GPU is called (test/srt/rehearsal): nothing is measured there.
+#: Name of the simulated GPU (test/srt/rehearsal): nothing is measured there.
 REHEARSAL = "rehearsal"
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 from scripts.command_line import failed, new_parser
 from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare, run
 
-# What takes longest comes first, so that at the end no process waits long for the other.
+# The longest come first, so that at the end no process waits long for the other.
 FOLDERS = ("rehearsal", "server", "triton", "forward", "scripts", "unit", "models")
 DEFAULT = ("-m", "not release")
 QUICK = ("-m", "(unit or forward or models) and not slow and not release")

@@ -299,7 +299,7 @@ CARDS = {
     "RTX 5090": ("SM120", "triton"),
     "MI300X": ("gfx942", "triton"),
 }
-#: What was tried there: cut prefills, the captured tail, exits; else SGLang's source was read.
+#: Tested features: cut prefills, the captured tail, exits; else SGLang's source was read.
 TRIED = {
     "H100": ("rehearsed", "rehearsed", "rehearsed"),
     "H200": ("run", "run", "rehearsed"),

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from harness.checked_models import Group, Result
 
 sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
-ENOUGH = 4.0  # times its bound is what everything broken must come to
+ENOUGH = 4.0  # every breakage's error must reach this multiple of its bound
 INFINITE = "infinite"  # in a result file, since JSON has no infinity
 
 
@@ -130,7 +130,7 @@ def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     from harness import checked_models
 
     began = time.monotonic()
-    about = origin()  # before its own file is a change of the checkout
+    about = origin()  # before the result file changes the checkout
     results: list[Result] = []
     wanted = checked_models.groups(args.only, args.models, args.triton)
     if not wanted:
@@ -141,7 +141,7 @@ def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
             counts = summary(results)
             document = {**about, "seconds": round(time.monotonic() - began), **finite(counts)}
             of_models = finite(list(map(dataclasses.asdict, results)))
-            # A run that is cut short leaves what it has found.
+            # An interrupted run leaves its results so far.
             write_result(args.results, document | {"results": of_models})
     return counts, document
 

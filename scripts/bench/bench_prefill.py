@@ -313,7 +313,7 @@ def served(engine: Any, way: str) -> Iterator[None]:
         if way not in REPLAYED and compat.server.get_captured_prefills(engine.runner) is not None:
             runner = engine.runner.prefill_cuda_graph_runner
             span.enter_context(patched(runner, "can_run_graph", return_value=False))
-        if way == "front":  # which answers nothing, so no gate would ever admit it
+        if way == "front":  # it has no answer, so no gate admits it
             span.enter_context(patched(eligibility, "is_intermediate_chunk", return_value=True))
         yield
 
@@ -505,7 +505,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
         planned = backend.init_forward_metadata
         timer = timeit.Timer(lambda: (planned(forward_batch), forward(*arguments)))
         number, _ = timer.autorange()
-        return min(timer.repeat(5, number)) / number * 1e6  # the rest is the machine's other work
+        return min(timer.repeat(5, number)) / number * 1e6  # the rest is other load
 
     backend, model, wrapped = Backend(), engine.text_model, wrap_model_forward(stock)
     attention = TailBackend(backend, Backend())
@@ -513,7 +513,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
     forward_batch, added = releases.forward_batch(batch, engine.runner), {}
-    with mock.patch.dict(model.__dict__):  # the state that the model has comes back
+    with mock.patch.dict(model.__dict__):  # the model's own state is restored
         known.attach(plan.plan_batch)
         for name in ("ineligible_prefill_us", "decode_us"):
             with_package = taken(wrapped, backend, forward_batch)
@@ -564,7 +564,7 @@ def main() -> int:
         engine = build_engine(args.preset, device, Path(directory), rows, **graphs)
         if args.graphs:
             capture(engine)
-        document = describe(args.preset, engine)  # before its file is a change
+        document = describe(args.preset, engine)  # before the result file changes the checkout
         document |= {"points": [], "gate": measure_gate(engine)}
         for load in loads(args):
             points.append(measure(engine, load, args.repeats))

@@ -116,7 +116,7 @@ class Engine:
             server_args: SGLang's, for example ``max_total_tokens=4096`` or ``page_size=16``.
         """
         Engine._last = weakref.ref(self)
-        load_plugins()  # as every process of a server does first
+        load_plugins()  # as every process of a server does at start
         args = ServerArgs(model_path=str(model_path), **server_args)
         self.runner = releases.load_model(args, rank)
         self.text_model: Any = next(

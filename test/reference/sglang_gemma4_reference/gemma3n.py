@@ -123,7 +123,7 @@ def build_model(shape: Gemma3nShape) -> Gemma3nForCausalLM:
     return model
 
 
-#: By the end of a matrix's name, what multiplies its scale; 1 keeps that of what it is applied to.
+#: By the end of a matrix's name, the factor of its scale; 1 keeps its input's scale.
 _MATRICES = {
     "embed_tokens.weight": 0.4,
     # So that streams are mixed, and one token's coefficients differ from another's.

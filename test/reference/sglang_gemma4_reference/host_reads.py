@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-#: Their result, or its shape, is decided by values: the host waits for them.
+#: Their result, or its shape, depends on values: the host waits for them.
 READING_OPERATIONS = {
     aten._local_scalar_dense,  # item(), int(), bool(), a tensor as a slice's border or as a size
     aten.nonzero,

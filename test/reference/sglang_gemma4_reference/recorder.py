@@ -41,7 +41,7 @@ aten = torch.ops.aten
 _REBINDING = {aten.resize_, aten.resize_as_, aten.set_}
 # In place, but of the tensor's shape alone: later calls are recorded with the new one.
 _RESHAPING = {aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_}
-# They allocate and write nothing, so a replay leaves what was there.
+# They allocate and write nothing, so a replay leaves the memory as it was.
 _BLANK = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted),
     *(aten.new_empty, aten.new_empty_strided),
@@ -348,7 +348,7 @@ class Recording(TorchDispatchMode):
 
     def node(self, kernel: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Record a call of ``kernel`` as one node."""
-        span = _recording.set(None)  # what it calls in its turn is part of it
+        span = _recording.set(None)  # the kernels that it calls are part of it
         try:
             with unseen():
                 return self._note(kernel, args, kwargs, writes=True, blank=False)

@@ -313,7 +313,7 @@ def ask_all(
         return list(clients.map(ask, workload))
 
 
-# -- what the server did ---------------------------------------------------------------------------
+# -- the server's forwards -------------------------------------------------------------------------
 
 ACTIVE = "active"
 SKIPPED = "active_intermediate_chunk"

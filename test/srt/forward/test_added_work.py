@@ -61,7 +61,7 @@ def test_the_gate_runs_once(engine: Engine, name: str) -> None:
     assert ran.call_count == 1
 
 
-# ---------------------------------------------------------------- what travels to the device
+# ---------------------------------------------------------------- copies to the device
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -86,7 +86,7 @@ def test_all_that_the_host_knows_travels_at_once(
     names = [name for name, _ in ran.calls]
     assert {"cumsum", "sub", "arange", "ones_like"}.isdisjoint(names)
     assert names.count("_to_copy") == 1
-    # Else Triton compiles a kernel anew in the middle of a forward.
+    # Else Triton compiles another kernel in the middle of a forward.
     for name in ("extend_seq_lens", "extend_prefix_lens", "extend_start_loc"):
         column = tail.fields[name]
         assert isinstance(column, torch.Tensor)
@@ -95,7 +95,7 @@ def test_all_that_the_host_knows_travels_at_once(
     assert names.count("index_select") == (1 if tail.decodes else 2)
 
 
-# ---------------------------------------------------------------- what is built at start
+# ---------------------------------------------------------------- built at start
 
 
 def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
@@ -125,7 +125,7 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
     assert_fast(engine)
 
 
-# ---------------------------------------------------------------- what a reader must follow
+# ---------------------------------------------------------------- size of the call tree
 
 
 def test_a_cut_prefill_enters_few_functions_of_the_package(engine: Engine) -> None:

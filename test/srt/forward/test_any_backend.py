@@ -137,7 +137,7 @@ def test_the_published_helper_looks_at_the_current_backend(engine: Engine, kind:
             assert engine.text_model._yoco_eligibility(batch) is eligible
 
 
-# ---------------------------------------------------------------- servers that are refused
+# ---------------------------------------------------------------- refused servers
 
 
 def test_pools_that_are_laid_out_by_heads(

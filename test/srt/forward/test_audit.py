@@ -86,7 +86,7 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
     assert counts() == (1, 1)
 
 
-# ---------------------------------------------------------------- what differs
+# ---------------------------------------------------------------- differences
 
 
 def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
         assert found == {"agree": 1, "differ": 1}
 
 
-# ---------------------------------------------------------------- what fails
+# ---------------------------------------------------------------- failures
 
 
 def test_an_audit_that_fails_on_and_on_leaves_keys_and_values(

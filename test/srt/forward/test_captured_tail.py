@@ -99,7 +99,7 @@ def why_eager(engine: Engine) -> str:
     return reported[len("eager (") : -1]
 
 
-# ---------------------------------------------------------------- what must not be replayed
+# ---------------------------------------------------------------- graphs that must not be replayed
 
 
 @contextmanager
@@ -129,9 +129,9 @@ def test_a_graph_that_takes_a_row_for_another_is_not_used(
 ) -> None:
     """With several prompts, a user would get an answer to another prompt, or at another length."""
     with rows_swapped_in_graphs(static_input), pytest.raises(AssertionError):
-        record_tail(engine, MOST)  # which wants graphs for so many rows
+        record_tail(engine, MOST)  # which needs graphs for these row counts
     assert isinstance(known.captured, TailGraphs)
-    assert known.captured.rows == (1,)  # in which nothing is swapped
+    assert known.captured.rows == (1,)  # without swapped rows
     for rows, line in zip((2, 4), said(logging.ERROR), strict=True):
         assert f"the tail captured for {rows} rows differs" in line
     assert_fast(engine, TWO_PROMPTS)
@@ -167,7 +167,7 @@ def test_one_graph_that_rounds_otherwise(
     assert outcomes() == {counters.TAIL_CAPTURED: 1}
 
 
-# ---------------------------------------------------------------- what is replayed
+# ---------------------------------------------------------------- replays
 
 
 @contextmanager
@@ -422,7 +422,7 @@ def test_rows_that_are_captured(
             assert known.captured.rows == rows
 
 
-# ---------------------------------------------------------------- what a graph reads
+# ---------------------------------------------------------------- inputs of a graph
 
 
 def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
@@ -438,7 +438,7 @@ def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> No
         assert len(graph.undeclared(without_rows, planned)) == 1
 
 
-# ---------------------------------------------------------------- it proves itself
+# ---------------------------------------------------------------- proofs
 
 
 def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: TailGraphs) -> None:

@@ -52,7 +52,7 @@ def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
     torch._dynamo.reset()
 
 
-# ---------------------------------------------------------------- what SGLang replays wrongly
+# ---------------------------------------------------------------- wrong replays of SGLang's
 
 
 def test_copied_positions_beside_prefill_graphs(

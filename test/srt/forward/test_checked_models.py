@@ -63,7 +63,7 @@ def captured(
         yield engine
 
 
-ENOUGH = 4  # times its bound: so far off is everything that is broken
+ENOUGH = 4  # every breakage's error is this multiple of its bound
 
 
 def tail_of(engine: Engine) -> TailGraphs:
@@ -182,7 +182,7 @@ def test_rows_that_round_otherwise(captured: Engine, monkeypatch: pytest.MonkeyP
         for batch in BATCHES.values():
             scheduled = captured.schedule(batch)
             captured.forward(scheduled)
-            # Nor do they hide what is broken.
+            # Nor do they hide defects.
             with BREAKAGES["scattered one row off"](get_state(captured.text_model)):
                 captured.forward(scheduled)
     assert counts() == (2, 2)

@@ -123,7 +123,7 @@ def layer(engine: Engine) -> Any:
     return engine.text_model.layers[-1]
 
 
-#: What is foreign, and the beginning of the reason.
+#: Third-party code, and the beginning of the reason.
 CASES: dict[str, tuple[Foreign, str]] = {
     "a subclass of the model": (
         lambda engine: another_class(engine.runner.model, MyModel),

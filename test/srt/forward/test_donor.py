@@ -42,7 +42,7 @@ def donor_layer(engine: Engine) -> Any:
     return engine.text_model.layers[FIRST_CUT]
 
 
-# ---------------------------------------------------------------- what a linear layer computes
+# ---------------------------------------------------------------- linear layers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,7 +121,7 @@ def test_per_layer_inputs_whose_weights_are_not_plain(
     assert_fast(engine, prompts, projected=[(total, LAYERS)])
 
 
-# ---------------------------------------------------------------- what layer S-1 is
+# ---------------------------------------------------------------- kinds of layer S-1
 
 
 class AnotherLayer(Gemma4DecoderLayer):
@@ -148,7 +148,7 @@ def test_a_donor_of_another_kind_refuses_the_server(
     assert_fast(engine)
 
 
-# ---------------------------------------------------------------- what comes to the cut
+# ---------------------------------------------------------------- inputs of the cut
 
 
 def assert_refused_late(engine: Engine, reason: str) -> None:

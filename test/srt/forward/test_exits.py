@@ -102,7 +102,7 @@ def reopened(engine: Engine) -> str:
     return fact
 
 
-# ---------------------------------------------------------------- what leaves, and what does not
+# ---------------------------------------------------------------- forwards that exit, and others
 
 
 def test_random_batches(engine: Engine) -> None:

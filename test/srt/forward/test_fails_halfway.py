@@ -153,7 +153,7 @@ def some_of(sites: list[Site], every: int) -> list[Site]:
     return chosen
 
 
-# ---------------------------------------------------------------- forwards, and what they leave
+# ---------------------------------------------------------------- forwards, and lasting state
 
 
 ROWS = 1  # prompts of a batch whose tail is captured
@@ -321,7 +321,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     return {name for name in before.keys() | after.keys() if not is_same(name)}
 
 
-# ---------------------------------------------------------------- each of them fails
+# ---------------------------------------------------------------- failures, one by one
 
 
 def assert_left_as_by(stock: Served, seen: Served) -> None:
@@ -335,7 +335,7 @@ def assert_left_as_by(stock: Served, seen: Served) -> None:
 def assert_nothing_else_changed(engine: Engine, before: dict[str, Any], *but: str) -> None:
     """Assert that nothing that outlives a forward has changed, but for these attributes."""
     changed = changes(before, what_lives(engine)).difference(but)
-    # Where a capture is done anew, its buffers are.
+    # A new capture has new buffers.
     assert not [name for name in changed if not name.startswith("tail's backend.cuda_graph_")]
 
 
@@ -364,7 +364,7 @@ def serve_failing(
     assert_nothing_else_changed(engine, before, *may_change)
 
 
-# What the start itself sets.
+# Set by the start itself.
 SET_UP = (*("state.captured", "state.unsupported", "state.exits_are_open"),)
 
 

@@ -109,7 +109,7 @@ def stray(engine: Engine) -> AbstractContextManager[Any]:
 
 
 KEYS, VALUES = (f"{what} of layer {DONOR} in the pool" for what in ("keys", "values"))
-#: What is wrong -> how, and all that the check finds.
+#: Name of a defect -> the defect, and all findings of the check.
 CASES: dict[str, tuple[Wrong, set[str]]] = {
     "queries": (module(LAYER, "self_attn.q_norm", larger), {f"queries of layer {LAYER}"}),
     "keys": (lambda engine: BREAKAGES["keys 2 % too large"](state_of(engine)), {KEYS}),

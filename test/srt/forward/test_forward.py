@@ -171,7 +171,7 @@ def test_failures_in_a_row_turn_the_fast_path_off(
     assert outcomes() == {counters.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
     _, off = said(logging.ERROR)
     assert [line for line in said() if forward.GIVEN_UP.text in line] == [off]
-    # New attention backends begin anew.
+    # New attention backends start with a new state.
     engine.runner.init_attention_backends()
     assert_fast(engine, BATCHES["one prompt"])
 

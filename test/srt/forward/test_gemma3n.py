@@ -138,7 +138,7 @@ def test_audits(engine: Engine) -> None:
     assert_audited(engine, BATCHES["three, two of them cached"], CUT)
 
 
-# ---------------------------------------------------------------- what is not known
+# ---------------------------------------------------------------- unknown models
 
 
 def test_a_loop_that_is_another_one() -> None:

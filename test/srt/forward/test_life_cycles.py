@@ -77,7 +77,7 @@ def assert_served_at_the_exit(engine: Engine) -> None:
     assert assert_served_alike(engine, TO_THE_EXIT) == counters.EXIT_CAPTURED
 
 
-# ---------------------------------------------------------------- what is left
+# ---------------------------------------------------------------- counts
 
 
 def is_of_the_package(value: Any) -> bool:
@@ -151,7 +151,7 @@ def what_is_left(engine: Engine) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- what happens again and again
+# ---------------------------------------------------------------- repeated events
 
 
 def start_anew(engine: Engine) -> None:
@@ -219,7 +219,7 @@ def test_four_times_leave_what_one_leaves(engine: Engine, cycle: Callable[[Engin
     assert_served_at_the_exit(engine)
 
 
-# ---------------------------------------------------------------- graphs anew, while it serves
+# ---------------------------------------------------------------- recaptures while serving
 
 
 def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:

@@ -109,7 +109,7 @@ def test_a_setting_that_means_something(name: str) -> None:
         assert settings.read({name: value}) == expected
 
 
-# ---------------------------------------------------------------- names of SGLang's
+# ---------------------------------------------------------------- SGLang's names
 
 
 def test_fields_that_are_gone(
@@ -179,7 +179,7 @@ def test_a_signature_that_has_changed(
     assert "AttentionBackend.init_forward_metadata(self, forward_batch)" in refusal(caplog)
 
 
-# ---------------------------------------------------------------- names that one model needs
+# ---------------------------------------------------------------- names of one model
 
 
 def _another_loop(

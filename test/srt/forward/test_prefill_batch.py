@@ -26,14 +26,14 @@ ALWAYS = {
     "rids": "synthetic requests have no names",
     "sampling_info": "nothing is sampled from their logits",
 }
-# What comes after a chunk that finishes no prompt is not known: no such tokens were made up.
+# The tokens after an unfinished chunk are unknown: none were made up.
 _LONGER = {"orig_seq_lens": "the prompt's tokens to come count"}
 _NEXT = {"extend_input_logprob_token_ids_gpu": "the first token to come is the last row's"}
 
 
 _CHUNK = batch_of((20, 30), to_come=(21, 22))
 
-#: By kind of batch what is scheduled, and further fields that may differ.
+#: Kind of batch -> its requests, and further fields that may differ.
 KINDS: dict[str, tuple[list[Prompt], dict[str, str]]] = {
     "one request": (batch_of((0, 9)), {}),
     "one token": (batch_of((40, 1)), {}),

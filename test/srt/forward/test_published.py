@@ -72,7 +72,7 @@ def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held.append(weakref.ref(kwargs.get("forward_batch") or args[2]))
 
-    gc.disable()  # its memory is given back at once
+    gc.disable()  # its memory is freed at once
     try:
         with engine.text_model.register_forward_pre_hook(hook, with_kwargs=True):
             engine.forward(engine.schedule(prompts))

@@ -81,7 +81,7 @@ def test_diffusion_has_a_text_model_of_its_own() -> None:
     assert own
 
 
-# ---------------------------------------------------------------- hidden states that are captured
+# ---------------------------------------------------------------- captured hidden states
 
 
 @pytest.fixture

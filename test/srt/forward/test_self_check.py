@@ -69,7 +69,7 @@ def nothing_left(engine: Engine) -> Iterator[None]:
     assert_fast(engine)
 
 
-# ---------------------------------------------------------------- what it does
+# ---------------------------------------------------------------- course of the check
 
 
 def test_both_paths_are_taken(engine: Engine, said: Callable[..., list[str]]) -> None:
@@ -106,7 +106,7 @@ def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Eng
         assert forwards[5 : 5 + len(expected)] == expected
 
 
-# ---------------------------------------------------------------- what it finds
+# ---------------------------------------------------------------- findings
 
 
 def test_slots_of_the_requests_may_be_written(engine: Engine) -> None:
@@ -185,7 +185,7 @@ def test_the_threshold_has_no_say(engine: Engine, setting: Callable[..., None]) 
     assert settings.current.min_skipped_rows == 1000
 
 
-# ---------------------------------------------------------------- what becomes of it
+# ---------------------------------------------------------------- consequences
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch
     kind: Any = type(engine.text_model)
     for owner, name, value, reason in (
         (state, "is_capturing", lambda: True, eligibility.CAPTURING),
-        # As where another plugin has put a forward of its own in the place of the package's.
+        # As if another plugin has replaced the package's forward by its own.
         (kind, "forward", kind.forward.__wrapped__, check.NOT_SEEN),
         # As where a graph of SGLang's runs the layers.
         (layerwise, "call_before_layers", lambda *_: nullcontext(), check.NOT_SEEN),

@@ -28,7 +28,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
             seen[event, str(args[0])] += 1
 
 
-sys.addaudithook(_hook)  # for good: Python takes none away
+sys.addaudithook(_hook)  # permanently: Python removes none
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
         return forward
 
     @contextmanager
-    def planned(backend: Any) -> Iterator[None]:  # Triton's windows are what was planned
+    def planned(backend: Any) -> Iterator[None]:  # Triton's windows are those of the plan
         with whole_window(backend):
             backend.sliding_window_size += more
             try:

@@ -256,7 +256,7 @@ def judged(group: Group) -> list[Result]:
     """Return the results of a group; its process must end, as models' memory stays in use."""
     # Every row that can be skipped is; the check is called by hand.
     os.environ |= {settings.name_of("min_skipped_rows"): "1", settings.name_of("self_check"): "0"}
-    logging.disable(logging.ERROR)  # what is broken on purpose is logged, again and again
+    logging.disable(logging.ERROR)  # deliberate defects are logged again and again
     torch.set_num_threads(1)
     shapes, number, results = SHAPES, AUDITED, []
     if group.triton:

@@ -30,7 +30,7 @@ from multiprocessing import connection, forkserver, spawn
 from pathlib import Path
 from typing import Any
 
-#: What takes longest to import. No plugin: each process loads those by itself.
+#: The slowest imports. No plugin: each process loads those by itself.
 IMPORTED = (
     "transformers",
     "uvicorn",

@@ -26,7 +26,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
 from sglang_gemma4_reference.engine import Engine, Prompt
 
 _FRAMES = 2
-#: By what stands in a prompt's text, the processor's argument.
+#: Placeholder in a prompt's text -> the processor's argument.
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
 _SAMPLES = 3200  # of sound, a fifth of a second
 

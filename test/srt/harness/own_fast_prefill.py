@@ -137,7 +137,7 @@ def started(checkpoint: Path, **arguments: Any) -> Iterator[Engine]:
     Args:
         arguments: the server's, the flag among them.
     """
-    load_plugins()  # so that what is wrapped is put back with the rest
+    load_plugins()  # so that wrapped methods are restored with the rest
     with added(), mock.patch.object(engine, "ServerArgs", Arguments):
         MODEL.forward = wrap_model_forward(MODEL.forward)
         yield Engine(checkpoint, **arguments)

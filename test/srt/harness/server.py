@@ -21,7 +21,7 @@ from sglang_gemma4_yoco.commands.verify import servers
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 CHUNK = 128  # tokens per prefill forward
-#: For a server's environment: the threshold is the rule that users have who set nothing.
+#: For a server's environment: the threshold is the default rule.
 DEFAULT_THRESHOLD: Mapping[str, str | None] = {settings.name_of("min_skipped_rows"): None}
 
 #: What a server replays with ``CAPTURED_GRAPHS`` and ``CAPTURED_ARGUMENTS``: its decode steps, and
@@ -56,7 +56,7 @@ _ARGUMENTS = (
     "--enable-mixed-chunk",  # decode steps and prefill in one forward
     "--sleep-on-idle",  # an idle scheduler would otherwise keep a core busy
 )
-_START_TIMEOUT = 540.0  # below the limit of a test, so that the log is seen
+_START_TIMEOUT = 540.0  # below the limit of a test, so that the log is shown
 _STARTS = 3  # a port that was free may be taken when the server comes to it
 _PORT_TAKEN = ("address already in use", "port is already in use", " is not available in ")
 _TAIL = 40  # log lines worth showing
@@ -103,7 +103,7 @@ class Server(servers.Server):
         failures: the file that says how often its tail is to fail (``tail_failures``).
     """
 
-    PATIENCE = 0.0  # killed at once: nothing of what it would save on exit is needed
+    PATIENCE = 0.0  # killed at once: nothing that it would save on exit is needed
     TIMEOUT = 300.0
 
     def __init__(
@@ -135,7 +135,7 @@ class Server(servers.Server):
         self._starts = 0
         self._start_up = 0  # length of the log when the server was ready
 
-    # -- its life ----------------------------------------------------------------------------
+    # -- life cycle --------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the server, on another port than before."""
@@ -180,7 +180,7 @@ class Server(servers.Server):
             return
         raise ServerDiedError(f"it exited with {self.process.returncode}:\n{self._log_tail()}")
 
-    # -- what it has logged and run ---------------------------------------------------------
+    # -- log and forwards -------------------------------------------------------------------
 
     def log_lines(self, text: str) -> list[str]:
         """Return the log's lines that contain ``text``."""

@@ -19,7 +19,7 @@ ACCEPTED: dict[str, list[str]] = _CASES["accepted"]
 FLAGS = ACCEPTED | _CASES["not accepted"]
 #: The same in files of --config; SGLang refuses what is here.
 FILES: dict[str, str] = _CASES["files"]
-#: By variable, its value.
+#: Variable -> its value.
 VARIABLES: dict[str, str] = _CASES["variables"]
 
 

@@ -77,7 +77,7 @@ def break_each(engine: Engine) -> Answer:
     """Return the findings by breakage; under ``""`` those without any."""
     logging.disable(logging.CRITICAL)  # each breakage is logged, as it should be
     costs = serving.serve_all(engine, [STOCK], SERVED)
-    _look(engine, costs)  # compiles what the first requests compile
+    _look(engine, costs)  # compiles the kernels of the first requests
     found = {"": _look(engine, costs, captures=True)}
     for breakage in BREAKAGES:
         with _broken(breakage):

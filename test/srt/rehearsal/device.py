@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-#: What a question is answered with, as JSON.
+#: Answer to a question, as JSON.
 Answer = dict[str, Any]
 
 HERE = Path(__file__).parent
@@ -49,7 +49,7 @@ Kind = enum.IntEnum(
     "LAUNCH COPY HOST_WAIT GRAPH_LAUNCH PINNING EVENT_RECORD EVENT_WAIT",
     start=0,
 )
-#: A listener's type: kind, what waits for what, stream, event or graph.
+#: A listener's type: kind, description of a wait, stream, event or graph.
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
 
 #: Of the real ones, by ``CUDA``: their names are taken from them, and the sources include them.

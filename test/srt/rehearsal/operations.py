@@ -102,13 +102,13 @@ class Computed(TorchDispatchMode):
     def __init__(self, *, floats: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.floats = floats
-        #: What each graph has to compute at its launch.
+        #: The computations of each graph, at its launch.
         self.graphs: dict[int, list[Callable[[], object]]] = defaultdict(list)
-        #: Where the host has waited for the device, and for what.
+        #: Places where the host waited for the device, and the reasons.
         self.waits: Counter[str] = Counter()
-        #: How many matrix products had so many rows: what a layer runs on.
+        #: Number of matrix products by their rows, which are a layer's.
         self.product_rows: Counter[int] = Counter()
-        #: They hear of each operation or kernel: its name, what it reads and what it writes.
+        #: Called for each operation or kernel: its name, its inputs and its outputs.
         self.accesses: Any = None
         self.events: Any = None
         self._failure: BaseException | None = None
@@ -166,7 +166,7 @@ class Computed(TorchDispatchMode):
             self._compute_or_note(func, args, kwargs, written)
         return result
 
-    # ---- what is computed
+    # ---- computation
 
     def _compute_or_note(self, func: Any, args: Any, kwargs: Any, written: Any) -> None:
         outputs, arguments, keywords = tree_map(on_cpu, (written, args, kwargs))
@@ -208,7 +208,7 @@ class Computed(TorchDispatchMode):
         finally:
             self._is_computing = before
 
-    # ---- what waits for the device
+    # ---- waits for the device
 
     def _compute_after_waiting(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Wait, then compute, as real operations whose result's size depends on values."""
@@ -231,7 +231,7 @@ class Computed(TorchDispatchMode):
                     found += index.nonzero().unbind(1)
         return found
 
-    # ---- what reads and writes
+    # ---- reads and writes
 
     def _tell_accesses(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         read: list[Tensor] = []

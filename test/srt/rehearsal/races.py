@@ -50,7 +50,7 @@ class Races:
     def __init__(self, mode: operations.Computed) -> None:
         self.found: Counter[str] = Counter()
         self.accesses = 0
-        #: Names of streams, for what is found.
+        #: Names of streams, for the findings.
         self.names: dict[int, str] = {0: "default", HOST: "host"}
         self._clocks: defaultdict[int, Clock] = defaultdict(Counter)
         self._events: defaultdict[int, Clock] = defaultdict(Counter)
@@ -62,7 +62,7 @@ class Races:
         mode.accesses = self._hear_access
         mode.events = self._hear_event
 
-    # ---- what is ordered
+    # ---- order
 
     def _hear_event(self, kind: Kind, what: str, stream: int, handle: int) -> None:
         if kind == Kind.EVENT_RECORD:
@@ -91,7 +91,7 @@ class Races:
         self._clocks[stream][stream] += 1
         return self._clocks[stream][stream]
 
-    # ---- what is accessed
+    # ---- accesses
 
     def _hear_access(
         self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]

@@ -295,7 +295,7 @@ def test_memory_that_runs_out_in_a_tail(ask: Ask) -> None:
         assert "out of memory" in failure
 
 
-# ---- what waits for a GPU
+# ---- tests for a GPU
 
 
 @RELEASE

@@ -67,7 +67,7 @@ def test_the_readme_is_short() -> None:
 
 # ---------------------------------------------------------------- commands
 
-#: What SGLang 0.5.23 warns of, and what it warns in favour of.
+#: Commands that SGLang 0.5.23 warns of -> the commands that it recommends.
 OUTDATED = {
     "sglang.launch_server": "sglang serve",
     "sglang.bench_serving": "sglang.benchmark.serving",

@@ -40,7 +40,7 @@ Verdicts = dict[str, tuple[int, str]]
 _CASES = json.loads(Path(__file__).with_name("doctor_verdicts.json").read_text())
 OF_THE_TINY_MODEL: Verdicts = _CASES["flags of a server of the tiny model"]
 OTHERS: Verdicts = _CASES["other command lines"]
-#: By exit status what the report says.
+#: Exit status -> the report's verdict.
 ACTIVE = {0: True, 1: False, 2: None}
 Answers = tuple[dict[str, Answer], dict[str, Any]]
 

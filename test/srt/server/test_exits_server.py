@@ -74,7 +74,7 @@ def both_servers(
         yield server, off_server
 
 
-# -- which way a forward went ----------------------------------------------------------------
+# -- paths of forwards -----------------------------------------------------------------------
 
 
 def bucket_of(prefill: Prefill) -> int | None:
@@ -118,7 +118,7 @@ def through_exits(servers: Pair, ask: Callable[[Server], list[A]]) -> Counter[st
     return forwards(servers[0]) - before
 
 
-# -- what it says ----------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------
 
 
 def test_what_it_says(both_servers: Pair) -> None:

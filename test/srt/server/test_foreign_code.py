@@ -21,7 +21,7 @@ from sglang_gemma4_yoco.commands.main import main
 
 Captured = pytest.CaptureFixture[str]
 
-# A model of somebody's, found by SGLANG_EXTERNAL_MODEL_PACKAGE under the name of SGLang's: it
+# A third-party model, found by SGLANG_EXTERNAL_MODEL_PACKAGE under SGLang's name: it
 # writes a score of every row to a file, and answers prompts that are longer than the check's from
 # the mean of their last rows.
 MY_MODELS = """
@@ -87,7 +87,7 @@ def test_a_model_that_reads_every_row(
     scores = []
     for server in both:
         lines = server.log_file.with_name("scores.jsonl").read_text().splitlines()
-        scores.append(lines[-len(LENGTHS) :])  # its warm-up comes before
+        scores.append(lines[-len(LENGTHS) :])  # the warm-up comes first
     for length, on, off in zip(LENGTHS, *scores, strict=True):
         assert json.loads(on) == pytest.approx(json.loads(off), abs=1e-4)
         assert len(json.loads(on)) == length

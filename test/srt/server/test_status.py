@@ -109,7 +109,7 @@ def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> 
     assert document["schedulers"] == [None]
 
 
-# ---------------------------------------------------------------- what is no such server
+# ---------------------------------------------------------------- other servers
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def document_of(done: Done) -> dict[str, Any]:
     return document
 
 
-# ---------------------------------------------------------------- the whole
+# ---------------------------------------------------------------- end to end
 
 
 HOW = ["--prompt-tokens", "256", "--repeats", "2"]
@@ -178,7 +178,7 @@ def test_what_people_see(demonstrated: Done) -> None:
     assert "the answers agree" in page
 
 
-# ---------------------------------------------------------------- what is right, and what is not
+# ---------------------------------------------------------------- right and wrong packages
 
 
 @pytest.mark.release
@@ -292,7 +292,7 @@ OFF = {status.ENTRY: {"active": False, "reason": "SGLANG_GEMMA4_YOCO=0", "forwar
 @pytest.mark.parametrize(
     ("fast", "states", "wrong"),
     [
-        (False, [NO_ENTRY], None),  # the package changes nothing where it is switched off
+        (False, [NO_ENTRY], None),  # the package changes nothing while it is switched off
         (False, [OFF], None),
         (False, [NO_ENTRY, CUT], "0 (stock): the fast path was active"),
         (True, [CUT], None),
@@ -309,14 +309,14 @@ def test_the_switch_is_checked(
     with mock.patch.object(server, "states", return_value=states):
         if wrong is None:
             servers.check_switch(server)
-        if fast:  # what was checked before does not count
+        if fast:  # earlier checks do not count
             wrong = wrong or "the fast path was NOT active ("
         if wrong is not None:
             with pytest.raises(servers.WrongPathError, match=re.escape(wrong)):
                 servers.check_switch(server)
 
 
-# ---------------------------------------------------------------- what cannot be verified
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_the_demo_refuses_what_verify_does_not_take(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ---------------------------------------------------------------- interrupted
+# ---------------------------------------------------------------- interruptions
 
 SERVER = """
     import multiprocessing, signal, sys, time

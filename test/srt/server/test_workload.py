@@ -101,7 +101,7 @@ def test_random_traffic_while_the_tail_fails(
     assert len(lines) <= E2B_TINY.kv_shared_layers  # one for each kind
 
 
-# ---------------------------------------------------------------- what the comparison sees
+# ---------------------------------------------------------------- the comparison
 
 _BODY = {"input_ids": [30, 31], "return_logprob": True}
 GREEDY = Request(_BODY | {"sampling_params": {"temperature": 0, "max_new_tokens": 3}})

@@ -262,7 +262,7 @@ def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Obse
     assert attention.main is main
     assert attention.tail is not main
     assert attention.tail.forward_metadata is None
-    # Its window too is again what it was: the next plan starts from it.
+    # Its window is restored too: the next plan starts from it.
     assert Metadata.of(attention.tail).settings == Metadata.of(main).settings
     assert_metadata_unchanged(seen)
 

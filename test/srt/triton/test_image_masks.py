@@ -33,7 +33,7 @@ from sglang_gemma4_yoco.core import eligibility
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
 
-# What no mask can do: several hundred times the differences of rounding.
+# The effect of a missing mask: several hundred times that of rounding.
 DIFFERENT = 100 * TOLERANCE
 LONG_IMAGE = (288, 288)  # 36 tokens: more than the window of 32
 TEXT = MediaPrompt("only words")

@@ -56,7 +56,7 @@ WINDOWS = {
     ),
     XPU: ("(layer.sliding_window_size, 0)",) * 2,
 }
-#: By model: which of these were found right for prefills, and how.
+#: Model -> the classes that were found right for prefills, and the evidence.
 REVIEWED = {
     (GEMMA4, TRITON): RUN,
     (GEMMA4, TRTLLM): READ,

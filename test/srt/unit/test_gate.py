@@ -188,7 +188,7 @@ def test_a_captured_prefill_that_is_replayed() -> None:
         assert eligibility.check_eligibility(state, batch) == eligibility.LORA
 
 
-# ---------------------------------------------------------------- is it worth it?
+# ---------------------------------------------------------------- threshold
 
 # Rows in all, rows that are read, where and how the tail runs, and whether it is worth it.
 CPU: dict[str, bool] = {}
@@ -284,7 +284,7 @@ def test_an_eager_tail_pays_later_on_a_gpu(device: str, on_gpu: bool) -> None:
     assert ModelState(model(), gemma4, None, attention).on_gpu is on_gpu
 
 
-# ---------------------------------------------------------------- planned, and then run
+# ---------------------------------------------------------------- plan, then forward
 
 
 class PlansNothing:
@@ -361,7 +361,7 @@ class TestDecisions:
             planned(attached)
 
 
-# ---------------------------------------------------------------- nothing is without a row
+# ---------------------------------------------------------------- completeness
 
 
 def test_every_field_that_is_read_must_exist() -> None:

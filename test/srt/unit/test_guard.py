@@ -52,7 +52,7 @@ def raised_unless_an_error(error: type[BaseException]) -> Iterator[None]:
             yield
 
 
-# ---------------------------------------------------------------- what cannot be read
+# ---------------------------------------------------------------- unreadable objects
 
 
 class Unreadable:
@@ -84,7 +84,7 @@ def test_objects_that_cannot_be_read(
         assert len(said(logging.ERROR)) == 1
 
 
-# ---------------------------------------------------------------- each call
+# ---------------------------------------------------------------- calls, one by one
 
 
 def text_model_without_a_tail() -> Any:
@@ -155,7 +155,7 @@ def test_each_call_fails(
             assert len(said(logging.ERROR)) == before + 1, site
 
 
-# ---------------------------------------------------------------- all of them
+# ---------------------------------------------------------------- completeness
 
 
 def wraps_of_the_package(owner: Any) -> list[tuple[Any, str]]:

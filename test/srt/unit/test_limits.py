@@ -206,7 +206,7 @@ def test_what_is_typed_is_judged_as_sglang_resolves_it(
         assert str(unsupported.find_server_reason()) == str(reason)
 
 
-# ---------------------------------------------------------------- all arguments there are
+# ---------------------------------------------------------------- all arguments
 
 
 def test_every_argument_and_variable_is_judged_in_one_place() -> None:

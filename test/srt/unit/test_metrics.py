@@ -100,7 +100,7 @@ def test_a_refused_server_says_why(
     assert state["rows"] == {"computed": 7, "skipped": 0}
 
 
-SAME_TEXT = "LoRA"  # of a reason that is a server's, and of one that is a batch's
+SAME_TEXT = "LoRA"  # a server's reason, and a batch's
 LINE = f"Gemma 4 fast prefill falls back to stock: {SAME_TEXT}"
 
 
@@ -143,7 +143,7 @@ def test_whatever_turns_the_path_off_is_told(
     serving.unsupported = reason
     state = answered()
     assert (state["active"], state["reason"]) == (reason is None, reason and reason.text)
-    # Where nothing is cut, it is of no interest how.
+    # If nothing is cut, the tail's kind does not matter.
     how = ("cut inside layer 14", "eager", "closed: some reason")
     assert (state["cut"], state["tail"], state["exits"]) == (how if reason is None else (None,) * 3)
 

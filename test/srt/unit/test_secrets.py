@@ -55,7 +55,7 @@ def quoted(flags: list[str]) -> str:
 
 
 FOUND = outcome(0.0)
-#: How it ends, by its exit status.
+#: Endings and their exit statuses.
 ENDS: dict[type[Exception] | None, int] = {
     None: 0,  # the servers gave the same answers, and what was found quotes the flags
     servers.WrongPathError: 1,
@@ -157,7 +157,7 @@ def test_no_secret_is_in_a_result_of_a_script(name: str, capsys: Captured, folde
         assert not list(places(out=out + command, err=err, folder=folder))
 
 
-# ---------------------------------------------------------------- what is shown, and what is not
+# ---------------------------------------------------------------- redaction
 
 
 @pytest.mark.parametrize(

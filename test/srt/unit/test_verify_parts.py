@@ -277,7 +277,7 @@ def test_what_prefills_computed_is_judged_by_itself() -> None:
         assert str(problem).startswith(f"log-probabilities ({told}")
 
 
-# ---------------------------------------------------------------- the whole, and the page
+# ---------------------------------------------------------------- the document, and the page
 
 
 def test_the_document() -> None:
