@@ -115,7 +115,7 @@ def parse_arguments() -> Namespace:
     """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--models", type=parse_positive, help="at most so many of each shape and type")
+    add("--models", type=parse_positive, help="maximum number of each shape and type")
     add("--only", default="", help="shapes with this in their name")
     add("--triton", action="store_true", help="on SGLang's Triton backend")
     add("--results", type=Path, help="where to put the results, as JSON")

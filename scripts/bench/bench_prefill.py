@@ -67,7 +67,7 @@ WAYS = ("off", "on", "front")
 OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
 # Larger prefills stay eager on a CPU, where a captured one keeps every intermediate result.
 MOST_CAPTURED = 1024
-# A prefill of so many rows is always captured: the package's check at start fits into it.
+# A prefill of this many rows is always captured: the package's check at start fits into it.
 CHECKED = 32
 # A first time is slower; of a larger batch's many seconds it is no visible part.
 WARM_UP_ROWS = 4096
@@ -177,7 +177,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch-sizes", type=parse_positive, nargs="+", default=[1, 4])
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
-    fewest = "cut what can skip so many rows, whatever the rule is"
+    fewest = "cut a prefill that can skip this many rows, regardless of the rule"
     add("--min-skipped-rows", type=parse_positive, help=fewest)
     add("--repeats", type=parse_positive, default=7, help="times each of the three ways")
     add("--graphs", nargs="?", const="prefills", choices=("tail", "prefills"), help="see above")

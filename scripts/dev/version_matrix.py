@@ -97,7 +97,7 @@ def main() -> int:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("versions", nargs="*", default=list(VERSIONS), help="releases, newest, or prerelease")
-    add("--override", metavar="REQUIREMENT", help="install this, whatever SGLang requires")
+    add("--override", metavar="REQUIREMENT", help="install this in place of SGLang's pin")
     add("--work-dir", type=Path, default=REPO / ".venv-matrix", help="for environments")
     args = parser.parse_args()
     folder = args.work_dir.expanduser().absolute()

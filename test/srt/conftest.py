@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 settings.current = settings.read(os.environ)
 
 pytest_plugins = ["harness.own_process"]
-# For the servers, and whatever else the tests start.
+# For the servers and all other processes that the tests start.
 os.environ["PYTHONPATH"] = python_path(Path(__file__).parent / "harness" / "quick_start")
 
 PACKAGE = "sglang_gemma4_yoco"
@@ -272,7 +272,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delattr(Gemma4TextModel, name, raising=False)
     yield
     for name in helpers & vars(Gemma4TextModel).keys():
-        delattr(Gemma4TextModel, name)  # those that were there before are put back
+        delattr(Gemma4TextModel, name)  # earlier ones are restored
     plugin.load.cache_clear()  # an engine of a later test may be the first that loads it
     compat.names.find_missing.cache_clear()
 

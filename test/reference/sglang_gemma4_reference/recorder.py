@@ -5,7 +5,7 @@ As with a CUDA graph:
 - A replay runs no Python of what was recorded. It reads and writes tensors where they were then; a
   weight that has been given other memory since is not followed.
 - Memory that was allocated before is not kept for the graph. When nothing else holds it any more, a
-  replay raises; a GPU would read whatever is there by then.
+  replay raises; a GPU would read arbitrary values.
 - Memory that was allocated while recording belongs to the graph. It is full of NaN (integers: of 1)
   before each replay and, but for the outputs, after it.
 - What the host cannot know while recording raises: values (``host_reads``), shapes made of values,

@@ -362,7 +362,7 @@ def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
     """Return how many rows the last layer must compute on the fast path, neither more nor less.
 
     Args:
-        pays: whether a batch of so many rows, of which so many are read, is to be shortened.
+        pays: whether to shorten a batch, by its rows and the rows that are read.
     """
     total, read = sum(prefill.extend_lens), read_rows(prefill)
     if prefill.multimodal and read > len(prefill.extend_lens):

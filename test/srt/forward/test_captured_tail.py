@@ -190,7 +190,7 @@ def test_one_row_of_each_request(
 ) -> None:
     """The smallest graph with room is replayed; windows of 32 cover all keys of some requests.
 
-    Three are padded to four: whatever an earlier batch has left in that row is not read.
+    Three are padded to four: an earlier batch's values in that row are not read.
     """
     prompts = batch_of((0, 40), (5, 3), (90, 1), (33, 20))[:requests]
     assert_replayed(engine, prompts)

@@ -389,7 +389,7 @@ class Work(NamedTuple):
     """Work whose calls fail one by one: a prefill, or a part of the start.
 
     Attributes:
-        every: by default one in so many of its sites fails.
+        every: by default one in ``every`` of its sites fails.
         way: of a prefill.
         is_audited: the calls that fail are those of the prefill's audit.
         part: of the start.

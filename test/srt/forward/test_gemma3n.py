@@ -97,7 +97,7 @@ def oracle(checkpoint: Path) -> Any:
 
 @torch.no_grad()
 def hugging_face(model: Any, keys: int, prompt: Prompt) -> torch.Tensor:
-    """Return the logits after the prompt, with a window of so many keys: [vocab]."""
+    """Return the logits after the prompt, with a window of ``keys`` keys: [vocab]."""
     model.config.sliding_window = model.model.config.sliding_window = keys
     ids = torch.tensor([prompt.cached + prompt.new])
     logits: torch.Tensor = model(ids, use_cache=False).logits[0, -1]

@@ -123,7 +123,7 @@ def one_graph_that_differs(rank: int) -> Iterator[None]:
 def set_up_together(rank: int, port: int, path: Path) -> None:
     """Assert the ranks' joint decisions at start and in service.
 
-    One engine for all of it: new attention backends begin anew.
+    One engine for all of it: new attention backends have a new state.
     """
     from sglang_gemma4_yoco.checking import self_check as checking
 

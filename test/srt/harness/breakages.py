@@ -95,7 +95,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
     def planned(backend: Any, batch: Any) -> None:
         plan(backend, batch)
         metadata = backend.forward_metadata
-        # Behind the last request's the buffer holds no slots, but whatever was there.
+        # Behind the last request's the buffer holds arbitrary values, not slots.
         slots, count = metadata.window_kv_indices.clone(), int(metadata.window_kv_indptr[-1])
         slots[:count] = slots[:count].roll(1)
         metadata.window_kv_indices = slots

@@ -20,7 +20,7 @@ _rooms = count(1)  # SGLang's bootstrap_room: one id for a request on both serve
 
 _ENVIRONMENT = {
     "SGLANG_HOST_IP": "127.0.0.1",
-    # A request whose peer is gone is aborted after so many seconds; SGLang's default is 300.
+    # A request whose peer is gone is aborted after this many seconds; SGLang's default is 300.
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
 }

@@ -102,7 +102,7 @@ class Program:
         """Wait until the program has ended.
 
         Raises:
-            subprocess.TimeoutExpired: it has not, in so many seconds.
+            subprocess.TimeoutExpired: it has not, within ``timeout`` seconds.
         """
         self._process.join(timeout)
         status = self.poll()

@@ -205,7 +205,7 @@ def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
 def norm_called(engine: Engine, otherwise: Callable[..., Any]) -> Iterator[None]:
     """Call the model's last norm by ``otherwise(call, rows, *others)``, as another SGLang may.
 
-    A server takes that for somebody else's code, unless its setting ``trust`` names this module.
+    A server takes that for third-party code, unless its setting ``trust`` names this module.
     """
     last, kind = engine.text_model.norm, type(engine.text_model.norm)
     call = kind.__call__

@@ -73,7 +73,7 @@ def random_shape(seed: int) -> Gemma4Shape:
     )
 
 
-#: A number of tokens: so many windows, and so many more.
+#: A number of tokens: a number of windows, and a remainder.
 Length = tuple[int, int]
 ZERO: Length = (0, 0)
 
@@ -260,7 +260,7 @@ def holds(
         longest: new tokens of a request.
         most: requests of a batch.
         examples: random batches to try.
-        floor: of all, at least so many must have been active.
+        floor: minimum number of examples on which the fast path was active.
     """
     active = 0
     if tried.says is intermediate_chunks and not releases.marks_intermediate():

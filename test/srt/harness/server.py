@@ -25,7 +25,7 @@ CHUNK = 128  # tokens per prefill forward
 DEFAULT_THRESHOLD: Mapping[str, str | None] = {settings.name_of("min_skipped_rows"): None}
 
 #: What a server replays with ``CAPTURED_GRAPHS`` and ``CAPTURED_ARGUMENTS``: its decode steps, and
-#: the tails of batches with so many rows.
+#: the tails of batches with these row counts.
 CAPTURED_ROWS = (1, 2, 4)
 CAPTURED_GRAPHS: Mapping[str, str | None] = {
     "GEMMA4_CPU_GRAPHS": "decode",

@@ -132,7 +132,7 @@ def assert_as_near_as_rounding(
     """Assert that fast is no further from stock than stock with perturbed rounding.
 
     For models that multiply rounding errors: bf16 is so far from fp32 there that fp32 says nothing
-    about the fast path, which shares with stock whatever the front has made of its own errors.
+    about the fast path, which shares the front's errors with stock.
 
     Args:
         fast: log-probabilities of the fast path: [prompts, vocab].

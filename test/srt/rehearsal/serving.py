@@ -59,7 +59,7 @@ def serve(engine: Engine, name: str, way: str) -> Answer:
 
     Returns:
         What it cost: the ``outcome`` as the package counts it; ``counts`` by the names of
-        ``device.Kind``; ``product_rows``, how many matrix products had so many rows; ``waits``,
+        ``device.Kind``; ``product_rows``, the number of matrix products by rows; ``waits``,
         where the host waited for the device and how often; the kernels that were ``compiled``; the
         ``failure`` that was raised, or that the package has caught to have stock serve the batch.
     """

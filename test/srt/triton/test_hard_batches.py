@@ -174,7 +174,7 @@ _last_engine: dict[str, Engine] = {}
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Return an engine of one of ``SHAPES``, by its name, kept until another one is needed.
 
-    pytest would make a module's fixture anew for each combination with other parameters.
+    pytest would make a module's fixture again for each combination with other parameters.
     """
     shape: str = request.param
     if shape not in _last_engine:
