@@ -1,1 +1,1 @@
-"""What is run from the command line, and what these commands share."""
+"""Commands of this repository, and the modules that they share."""

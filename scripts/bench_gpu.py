@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What does fast prefill gain on this GPU, what does it cost, and where does the time go?
 
-Gemma 4 E2B or E4B at its real dimensions with random weights, so neither a network nor a checkpoint
-is needed; in bf16, with Triton attention and the unchanged SGLang. Each part is one question and
-can run alone, in any order. "off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they take turns, and
-a part reports nothing unless "on" was on and "off" was off. Whether answers are right is what
-``run_tests.py --gpu`` shows.
+Measures Gemma 4 E2B or E4B at its real dimensions with random weights, so it needs neither a
+network nor a checkpoint; in bf16, with Triton attention and the unchanged SGLang. Each part answers
+one question and can run alone, in any order. "off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they
+alternate, and a part reports nothing unless the fast path was active in "on" and inactive in "off".
+``run_tests.py --gpu`` tests the answers.
 
 Two parts serve the model to ``sglang.benchmark.serving`` (``bench/bench_latency.py``):
 
@@ -20,7 +20,7 @@ Two time single prefills (``bench/bench_prefill.py``):
 Two look at forwards in a process of their own:
 
     memory    peak memory of a prefill
-    profile   time of host and device in a prefill, and its kernels; the only part that needs CUPTI
+    profile   host and device time of a prefill, and its kernels; the only part that needs CUPTI
 
 Output contract: each part prints what its script prints, and writes ``benchmark/results/
 gpu_PART_MODEL_DEVICE.json`` after each measurement. ``scripts/tables.py --write`` makes
@@ -56,7 +56,7 @@ from scripts.environment import REPO
 from scripts.result_files import RESULTS, device_name, write_result
 from sglang_gemma4_yoco.commands.console import say
 
-#: The parts that are other scripts' commands, and what makes them small, to try the script itself.
+#: The parts that run other scripts, and the arguments that make them small, for a trial run.
 COMMANDS = {
     "load": (
         "bench_latency.py --rates inf --mixed off --requests 30 --prompt 7000 --answer 10 --exact"
@@ -94,7 +94,7 @@ def assert_cut(engine: Any, batch: Any, length: int) -> None:
 
 
 def peak_memory(engine: Any, batch: Any, way: str) -> dict[str, Any]:
-    """MiB that a second prefill takes at its peak beyond what is in use before it."""
+    """Return the peak memory of a second prefill beyond what is in use before it, in MiB."""
     import torch
 
     from scripts.bench.bench_prefill import timed
@@ -109,7 +109,7 @@ def peak_memory(engine: Any, batch: Any, way: str) -> dict[str, Any]:
 
 
 def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
-    """Where the time of one prefill goes.
+    """Return the breakdown of one prefill's time.
 
     Host and whole time are of forwards without the profiler, which slows the host down; the
     device's are of one forward with it.
@@ -143,7 +143,7 @@ def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
 
 
 def device_time(events: Sequence[Any], device: str) -> dict[str, Any]:
-    """Milliseconds in which the device was busy and idle, and its ten largest kernels.
+    """Return the device's busy and idle time in milliseconds, and its ten largest kernels.
 
     It is idle when nothing is queued: it waits for the host. On a CPU the innermost operations
     stand in for kernels.
@@ -177,7 +177,7 @@ PARTS: dict[str, Callable[[Any, Any, str], dict[str, Any]]] = {
 
 
 def measure_forwards(part: str, args: argparse.Namespace) -> int:
-    """Run a part of this script, in turns off and on; return the exit status."""
+    """Run a part of this script, alternating off and on; return the exit status."""
     from scripts.bench import bench_prefill
 
     device = bench_prefill.choose_device(args.device)
@@ -202,7 +202,7 @@ def measure_forwards(part: str, args: argparse.Namespace) -> int:
 
 
 def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
-    """The command that measures a part, in a process of its own: it has the GPU to itself."""
+    """Return the command that measures a part in a process of its own, alone on the GPU."""
     small = args.preset.endswith("TINY")
     name = re.sub(r"[^a-z0-9]+", "-", f"{args.preset} {device_name(device)}".lower()).strip("-")
     path = os.path.relpath(args.results / f"gpu_{part}_{name}.json", REPO)
@@ -220,7 +220,7 @@ def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     every = [*COMMANDS, *PARTS]
@@ -228,7 +228,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--part", nargs="+", choices=every, default=every, help="what to measure")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--results", type=Path, default=RESULTS, help="the folder of the result files")
-    add("--measure", choices=PARTS, help=argparse.SUPPRESS)  # what a part's own process does
+    add("--measure", choices=PARTS, help=argparse.SUPPRESS)  # a part, in its own process
     add("--lengths", type=int, nargs="+", help=argparse.SUPPRESS)
     add("--json", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

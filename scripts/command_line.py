@@ -1,4 +1,4 @@
-"""What the scripts share besides the environment: flags, messages, folders, random checkpoints."""
+"""Shared parts of the scripts' command lines: flags, messages, folders, random checkpoints."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _SERVER_ARGS = "--server-args"
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the lines of the description, and names defaults."""
+    """Help that keeps the lines of the description, and shows defaults."""
 
 
 def new_parser(about: str | None) -> argparse.ArgumentParser:
-    """A parser whose ``--help`` shows ``about`` as it is, and the defaults.
+    """Return a parser whose ``--help`` shows ``about`` as it is, and the defaults.
 
     It takes no shortened flags: servers' secrets are looked for behind ``--server-args``.
     """
     try:
         command_without_secrets(sys.argv)
-    except ValueError as failure:  # of a quotation mark without another
+    except ValueError as failure:  # of an unmatched quotation mark
         raise SystemExit(failed(SetupError(f"{_SERVER_ARGS}: {failure}"))) from failure
     return argparse.ArgumentParser(description=about, formatter_class=_Help, allow_abbrev=False)
 
 
 def command_without_secrets(words: Sequence[str]) -> str:
-    """A script's command line for a shell, without secrets; none of them is printed from now on.
+    """Return a script's command line for a shell, and redact its secrets in all later output.
 
     A script's own flags have none. A server's flags are in the one word of ``--server-args``, or
     they are what follows ``--``.
@@ -69,7 +69,7 @@ def heading(text: str) -> None:
 
 
 def failed(failure: Exception) -> int:
-    """Print why a command cannot go on; return its exit status, 2."""
+    """Print why a command cannot continue; return its exit status, 2."""
     say(f"error: {failure}", sys.stderr)
     return 2
 
@@ -94,7 +94,7 @@ def make_log_dir(work_dir: Path) -> Path:
 
 
 def make_checkpoint(preset: str, work_dir: Path, *, weights: bool = True) -> Path:
-    """Write a random checkpoint, or find the one that an earlier run wrote."""
+    """Write a random checkpoint, or reuse the one of an earlier run."""
     maker = REFERENCE / "sglang_gemma4_reference" / "checkpoint.py"
     digest = hashlib.sha256(maker.read_bytes()).hexdigest()[:8]
     path = work_dir / f"{preset}-{digest}"

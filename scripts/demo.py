@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does SGLang answer sooner with this package, and does it give the same answers?
+"""Is SGLang's time to first token shorter with this package, and are its answers the same?
 
 ``python3 scripts/demo.py`` needs Python 3.11 or later and 12 GB of disk, nothing else. It
 
@@ -7,17 +7,17 @@
 2. makes a small random Gemma 4 with E2B's proportions (unless ``--model`` names a real one),
 3. runs ``sglang-gemma4-yoco verify`` on it: the model is served stock (``SGLANG_GEMMA4_YOCO=0``)
    and with fast prefill (``SGLANG_GEMMA4_YOCO=1``) by the unchanged
-   ``python -m sglang.launch_server``, both are asked the same prompts, tokens and
-   log-probabilities are compared, and the time to first token is measured with prompts that no
-   server has seen before.
+   ``python -m sglang.launch_server``, both get the same prompts, tokens and log-probabilities
+   are compared, and the time to first token is measured with prompts that are new to the servers.
 
-Without a GPU the two servers stand side by side and take turns, so that a busy machine disturbs
-both alike. On a GPU two servers of one model may not fit, so they run one after the other there.
+Without a GPU the two servers run at the same time and are measured alternately, so that other load
+on the machine affects both alike. On a GPU, where two servers of one model may not fit, they run
+one after the other.
 
 Output, for people::
 
-    each answer as soon as a server has given it; whether all agree, and a table of times; the path
-    of a report as a page
+    each answer as soon as it arrives; the result of the comparison, and a table of times; the path
+    of the HTML report
 
 and, as the last line of stdout, for programs, one JSON document with at least::
 
@@ -25,16 +25,16 @@ and, as the last line of stdout, for programs, one JSON document with at least::
      "answers_equal": bool | null, "max_logprob_diff": float | null, "ttft_off_s": float | null,
      "ttft_on_s": float | null, "ratio": float | null, "repeats": int}
 
-``active`` is read from the servers themselves: true if the fast path ran in the one and not in the
-other. If it is false nothing was measured, and what was not measured is null.
+``active`` is the servers' own report: true if the fast path ran in one of them only. If it is false
+nothing was measured. Values that were not measured are null.
 
 Exit status: 0 if it was active and the answers agree; 1 if not; 2 if the demo could not run (one
 message on stderr, no JSON). Answers agree if all tokens are equal and all log-probabilities within
-1e-3. That is asked of float32, which is what runs on a CPU; on a GPU, in bfloat16, other kernels
-round differently, so there the difference is judged by what stock differs from itself
-(``sglang-gemma4-yoco verify --help`` has the rule). All of verify's other options are taken too, as
-``--prompt-tokens``, ``--repeats`` and ``--in-turn``. For the small random model fewer
-questions are asked, and shorter prompts are timed, than verify does by itself.
+1e-3. That is the rule for float32, the type on a CPU; on a GPU, in bfloat16, other kernels round
+differently, so the bound is stock's difference from itself (``sglang-gemma4-yoco verify --help``
+has the rule). All other options are verify's, such as ``--prompt-tokens``, ``--repeats`` and
+``--in-turn``. For the small random model, fewer questions and shorter timed prompts are the
+defaults.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def bootstrap(args: argparse.Namespace) -> NoReturn:
 
 
 def demo(args: argparse.Namespace) -> NoReturn:
-    """Go on as ``verify``, inside a complete environment."""
+    """Run ``verify`` inside a complete environment."""
     names = ("sglang", "sglang_gemma4_yoco", "sglang_gemma4_reference")
     missing = [name for name in names if find_spec(name) is None]
     if missing:
@@ -97,7 +97,7 @@ def demo(args: argparse.Namespace) -> NoReturn:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; what is not the demo's own is verify's."""
+    """Return the parsed command line; options that the demo lacks are verify's."""
     parser = new_parser(__doc__)
     parser.usage = "%(prog)s [options] [options of verify] [-- SERVER_FLAG ...]"
     add = parser.add_argument
@@ -120,7 +120,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the part of the demo that belongs to this interpreter."""
+    """Run this interpreter's part of the demo."""
     args = parse(argv)
     exit_on_signals()
     try:

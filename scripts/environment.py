@@ -1,6 +1,6 @@
 """The virtual environment of the demo and of the tests, also for a machine without uv.
 
-``pyproject.toml`` says what is in it. With uv, in an environment of one's own,
+``pyproject.toml`` has its packages. With uv, in your own environment,
 ``uv pip install -e . --group dev`` does the same. Standard library only.
 """
 
@@ -22,7 +22,7 @@ NEWEST = {"newest": f"sglang>={SGLANG_VERSION}", "prerelease": f"sglang>{SGLANG_
 
 
 def run(*command: str | Path) -> bool:
-    """Run a command in the repository, and tell whether it succeeded."""
+    """Run a command in the repository; return True if it succeeded."""
     say(f"$ {shlex.join(map(str, command))}")
     return subprocess.run(command, cwd=REPO, check=False).returncode == 0
 
@@ -41,7 +41,7 @@ def find_uv(venv: Path) -> Path:
 
 
 def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
-    """Complete an environment with a release of SGLang, or one of ``NEWEST``; its interpreter."""
+    """Install a release of SGLang, or one of ``NEWEST``; return the environment's interpreter."""
     venv = venv.expanduser().absolute()
     python, create = venv / "bin" / "python", (sys.executable, "-m", "venv", venv)
     if not (venv / "pyvenv.cfg").exists():
@@ -54,7 +54,7 @@ def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
     if free < 12e9 and not any(venv.glob("lib/*/site-packages/sglang")):
         raise SetupError(f"{venv} has {free / 1e9:.1f} GB of free disk, and SGLang needs about 12")
     release = NEWEST.get(sglang, f"sglang=={sglang}")
-    # Editable, so that an environment of last week has the checkout of today.
+    # Editable, so that an older environment follows the checkout.
     packages = (release, "-e", REPO, f"--group={group}")
     if run(find_uv(venv), "pip", "install", "--python", python, *packages):
         return python

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Draw how many times as fast a prefill is, by length, on a CPU and on GPUs.
+"""Draw the prefill speedup by prompt length, on a CPU and on GPUs.
 
-Both show stock's time divided by that of fast prefill, against the prompt length. Both are drawn
-for light and for dark pages (``*_dark.svg``). Needs Matplotlib, of which each release draws another
-file.
+Both pictures show stock's time divided by fast prefill's, against the prompt length, for light and
+for dark pages (``*_dark.svg``). Needs Matplotlib, each release of which draws a different file.
 
 - prefill.svg, from the result files ``prefill_*.json``: the ratio, with the 20th to 80th percentile
   as a bar; and its ceiling, stock's time divided by that of a prefill without the tail, as a dashed
   line of the same colour.
-- predicted.svg, from ``predicted.json``: what the model gives for an H200, with its range, and what
-  we (dots) and others (crosses) have measured on GPUs.
+- predicted.svg, from ``predicted.json``: the model's prediction for an H200, with its range, and
+  measurements on GPUs, our own (dots) and others' (crosses).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ DRAWN = ("tokens", "ratio", "low", "high")
 
 
 def find_lines() -> dict[str, list[dict[str, Any]]]:
-    """Return measured points by their line's label, in the order of their lengths."""
+    """Return measured points by their line's label, sorted by length."""
     found = defaultdict(list)
     for document in load_results("prefill_*.json"):
         model = document["model"].removesuffix("_MINI")

@@ -1,4 +1,4 @@
-"""Files of results: where a measurement comes from; they are written and read."""
+"""Result files: their origin, and how they are written and read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from scripts.environment import REPO
 from sglang_gemma4_yoco.commands.console import say
 
 RESULTS = REPO / "benchmark" / "results"
-#: What a GPU without a GPU is called (test/srt/rehearsal): nothing is measured there.
+#: Name of the simulated GPU (test/srt/rehearsal): nothing is measured there.
 REHEARSAL = "rehearsal"
 
 
 def device_name(device: str) -> str:
-    """What is measured on: the GPU's name, or a CPU with so many cores."""
+    """Return the GPU's name, or a CPU with its number of cores."""
     if device == "cpu":
         return f"cpu ({os.cpu_count()} cores)"
     import torch
@@ -32,19 +32,19 @@ def device_name(device: str) -> str:
 
 
 def origin() -> dict[str, str]:
-    """Where a result comes from: command, commit, date and machine."""
+    """Return the origin of a result: command, commit, date and machine."""
     command = command_without_secrets(["python", *sys.argv])
     return {"command": command, **checkout(), "machine": platform.machine()}
 
 
 def begin_result(model: str, device: str, dtype: str) -> dict[str, Any]:
-    """A result before anything is measured: where it comes from, and what SGLang serves on what."""
+    """Return a result before any measurement: its origin, the model and the device."""
     about = {"model": model, "device": device_name(device), "dtype": dtype}
     return {**origin(), **about, "sglang": version("sglang")}
 
 
 def checkout() -> dict[str, str]:
-    """Today's date, and the last commit: ``-dirty`` if more than measurements has changed since."""
+    """Return today's date and the last commit, ``-dirty`` if more than measurements has changed."""
 
     def git(*command: str) -> str:
         words = ("git", *command, "--", ".", ":(exclude)benchmark")
@@ -65,7 +65,7 @@ def load_results(pattern: str) -> list[dict[str, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step: who reads it meanwhile finds the old one or the new one."""
+    """Write a file atomically: readers see the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
@@ -73,7 +73,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_result(path: Path | None, document: dict[str, Any]) -> str:
-    """Write a result to a file, if one is asked for; return it as the line that is printed."""
+    """Write a result to a file, if one was given; return it as the line to print."""
     line = json.dumps(document)
     if document.get("device") == REHEARSAL:
         say(f"This is a rehearsal: nothing was measured, and {path} is not written.", sys.stderr)

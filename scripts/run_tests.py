@@ -3,8 +3,8 @@
 
 Needs Python 3.11 or later and 12 GB of disk, nothing else. It makes the virtual environment that
 ``scripts/demo.py`` uses too, and runs the tests in two processes, without a GPU. ``--gpu`` uses the
-environment that it is called in if SGLang is installed there. What follows ``--`` goes to pytest;
-if it names files, these run one after another, in one process::
+current environment if SGLang is installed there. Arguments after ``--`` go to pytest; if they name
+files, these run one after another, in one process::
 
     python3 scripts/run_tests.py -- test/srt/unit/test_gate.py -k LoRA
 
@@ -24,7 +24,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 from scripts.command_line import failed, new_parser
 from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare, run
 
-# What takes longest comes first, so that at the end no process waits long for the other.
+# The longest come first, so that at the end no process waits long for the other.
 FOLDERS = ("rehearsal", "server", "triton", "forward", "scripts", "unit", "models")
 DEFAULT = ("-m", "not release")
 QUICK = ("-m", "(unit or forward or models) and not slow and not release")
@@ -35,7 +35,7 @@ GPU = ("-s", "-p", "no:xdist", "-o", "pythonpath=test/srt test/reference", "test
 
 
 def pytest_arguments(args: argparse.Namespace) -> list[str]:
-    """What pytest is called with; files that are named run whole."""
+    """Return pytest's arguments; named files run whole."""
     if args.gpu:
         return [*GPU, *args.pytest]
     chosen: tuple[str, ...] = QUICK if args.quick else ()
@@ -48,7 +48,7 @@ def pytest_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def parse_arguments(typed: list[str] | None = None) -> argparse.Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Write the tables of the documents, from result files and from tables of the package.
 
-``TABLES`` has them all. Each is a part of a page, between two marker lines. Its head is the page's
-own; the rows are written, and below them the commit, the date and the command of each result file.
+``TABLES`` has all tables. Each is a part of a page, between two marker lines. The page has the
+header; the script writes the rows, and below them the commit, date and command of each result file.
 Sentences are neither written nor compared.
 
-Checks the pages, or with ``--write`` writes them; the exit status is 1 if one is out of date. Needs
+Checks the pages, or writes them with ``--write``; the exit status is 1 if one is out of date. Needs
 an environment with SGLang.
 """
 
@@ -105,7 +105,7 @@ def list_settings() -> Rows:
 
 
 def list_methods() -> Rows:
-    """Yield the methods of SGLang's classes that are wrapped."""
+    """Yield the wrapped methods of SGLang's classes."""
     from sglang_gemma4_yoco.loading import patch
     from sglang_gemma4_yoco.models import registry
 
@@ -192,13 +192,13 @@ def list_prefills(document: Document) -> Rows:
 
 
 def list_gates(document: Document) -> Rows:
-    """Yield one row: what the package adds to forwards that it leaves alone."""
+    """Yield one row: the overhead on forwards that the package leaves alone."""
     gate = document["gate"]
     yield f"`{document['file']}`", gate["ineligible_prefill_us"], gate["decode_us"]
 
 
 def list_host(document: Document) -> Rows:
-    """Yield what the host does in each way."""
+    """Yield the host's work in each way."""
     for point in document["points"]:
         batch = f"{document['model']}, {point['load']['length']} tokens"
         for way, work in point["host"].items():
@@ -242,7 +242,7 @@ def list_loads(document: Document) -> Rows:
 
 
 def list_random_traffic(document: Document) -> Rows:
-    """Yield what a stock server and a fast one made of the same random requests."""
+    """Yield the results of the same random requests on a stock server and on a fast one."""
     stock, *others = document["passes"]
     for fast, compared in zip(others, document["comparisons"], strict=True):
         seconds, share = format_pair(stock["seconds"], fast["seconds"]), fast["eligible_share"]
@@ -252,20 +252,20 @@ def list_random_traffic(document: Document) -> Rows:
 
 
 def list_alarms(document: Document) -> Rows:
-    """Yield what the checks report of the unbroken package."""
+    """Yield the checks' reports on the unbroken package."""
     for kind, tried in (("check", "models"), ("audits", "audited"), ("proofs", "proved")):
         found = (document["false_alarms"][kind], document["largest"][kind])
         yield f"`{document['file']}`", kind, document[tried], *found
 
 
 def list_breakages(document: Document) -> Rows:
-    """Yield what the check at start has found of each breakage."""
+    """Yield the findings of the check at start for each breakage."""
     for name, found in document["breakages"].items():
         yield name, found["on"], found["models"], found["smallest"]
 
 
 def list_costs(document: Document) -> Rows:
-    """Yield what the check at start and an audit cost, in stock forwards."""
+    """Yield the cost of the check at start and of an audit, in stock forwards."""
     for model, cost in document["cost"].items():
         audit = (cost["audited_ms"] - cost["fast_ms"]) / cost["stock_ms"]
         yield model, f"{cost['check_in_small_stock_prefills']:.0f}", f"{audit:.1f}"
@@ -311,7 +311,7 @@ NOTES = {
     "B200": "active, without [audits](checks.md#audits)",
     "MI300X": "active in bf16; [fp8 falls back to stock](quantised.md)",
 }
-#: What was tried there: cut prefills, the captured tail, exits; else SGLang's source was read.
+#: Tested features: cut prefills, the captured tail, exits; else SGLang's source was read.
 TRIED = {
     "H100": ("rehearsed", "rehearsed", "rehearsed"),
     "H200": ("run", "run", "rehearsed"),

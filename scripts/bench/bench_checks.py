@@ -11,11 +11,10 @@ its own bound and several times over. Both files are in ``test/srt/harness``::
     python scripts/bench/bench_checks.py --models 12 --only tiny        # a few minutes
     TRITON_INTERPRET=1 python scripts/bench/bench_checks.py --triton    # on SGLang's Triton backend
 
-The file has what was found so far after each group of models of one shape and type.
+The file is updated after each group of models of one shape and type.
 
 Output contract: a line for each model and for each breakage on stdout; the last line is one JSON
-document. The exit status is 1 after a false alarm, or if something broken was not found; 2 if the
-run could not be made.
+document. The exit status is 1 after a false alarm or a missed breakage; 2 if the run failed.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from harness.checked_models import Group, Result
 
 sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
-ENOUGH = 4.0  # times its bound is what everything broken must come to
+ENOUGH = 4.0  # every breakage's error must reach this multiple of its bound
 INFINITE = "infinite"  # in a result file, since JSON has no infinity
 
 
@@ -58,12 +57,12 @@ def _end_with_parent() -> None:
 
 
 def watch_parent() -> None:
-    """Have this process end when its parent does, even by SIGKILL."""
+    """End this process when its parent ends, even by SIGKILL."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def in_a_process_of_its_own(group: Group) -> list[Result]:
-    """All models of a group."""
+    """Return the results of all models of a group, computed in a process of its own."""
     from harness import checked_models
 
     spawning = multiprocessing.get_context("spawn")
@@ -72,7 +71,7 @@ def in_a_process_of_its_own(group: Group) -> list[Result]:
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """False alarms, and the smallest factor of each breakage."""
+    """Return the false alarms, and the smallest factor of each breakage."""
     largest = {"check": 0.0, "audits": 0.0, "proofs": 0.0}
     alarms = dict.fromkeys(largest, 0)
     factors: dict[str, list[tuple[float, str]]] = defaultdict(list)
@@ -100,7 +99,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """``value`` for JSON, with a word for what is infinite."""
+    """Return ``value`` for JSON, with a word for a number that is not finite."""
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -113,10 +112,10 @@ def finite(value: Any) -> Any:
 
 
 def parse_arguments() -> Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--models", type=parse_positive, help="at most so many of each shape and type")
+    add("--models", type=parse_positive, help="maximum number of each shape and type")
     add("--only", default="", help="shapes with this in their name")
     add("--triton", action="store_true", help="on SGLang's Triton backend")
     add("--results", type=Path, help="where to put the results, as JSON")
@@ -127,11 +126,11 @@ def parse_arguments() -> Namespace:
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run what is asked for; what was found, and the whole document."""
+    """Run the requested models; return the summary and the whole document."""
     from harness import checked_models
 
     began = time.monotonic()
-    about = origin()  # before its own file is a change of the checkout
+    about = origin()  # before the result file changes the checkout
     results: list[Result] = []
     wanted = checked_models.groups(args.only, args.models, args.triton)
     if not wanted:
@@ -142,7 +141,7 @@ def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
             counts = summary(results)
             document = {**about, "seconds": round(time.monotonic() - began), **finite(counts)}
             of_models = finite(list(map(dataclasses.asdict, results)))
-            # A run that is cut short leaves what it has found.
+            # An interrupted run leaves its results so far.
             write_result(args.results, document | {"results": of_models})
     return counts, document
 

@@ -1,21 +1,20 @@
 #!/usr/bin/env python3
-"""How soon do requests get their tokens under a load, and do those wait that are decoding?
+"""Does latency regress under load? Time to first token and between tokens, stock and fast.
 
 Serves one model twice, stock and fast, and sends both the same random prompts in turns, with
 SGLang's own ``sglang.benchmark.serving``: at random times (``--rates``, in requests per second), or
-all at once (``--rates inf``). For each rate, with mixed chunks off and on, the times to first token
-and between tokens of all turns are put together: their mean and percentiles. A server that is done
-sooner may put fewer requests into a batch, so the sizes of its batches stand beside them, as SGLang
-logs them. The model is a small random one on the CPU platform, in float32; with ``--device cuda``
-it is one with dummy weights, in bfloat16.
+all at once (``--rates inf``). For each rate, with mixed chunks off and on, it reports the mean and
+percentiles of time to first token and between tokens over all turns. A faster server may form
+smaller batches, so it also reports the batch sizes that SGLang logs. The model is a small random
+one on the CPU platform, in float32; with ``--device cuda`` it has dummy weights, in bfloat16.
 
     python scripts/bench/bench_latency.py --rates 0.1 0.2 0.35 --repeats 3
     python scripts/bench/bench_latency.py --device cuda --preset E2B --rates inf \\
         --requests 30 --prompt 7000 --answer 10 --exact
 
 Output contract: a line for each run on stdout; the last line is one JSON document. Exit status: 0
-if everything was measured and the fast path was active on the one server and not on the other, 2 if
-not. docs/operating.md has the two commands for a server of one's own.
+if everything was measured and the fast path was active on one server only, else 2.
+docs/operating.md has the two commands for your own server.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ BATCHES = {
 
 
 def send(server: Server, rate: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of ``sglang.benchmark.serving``: the document that it writes, with details."""
+    """Run ``sglang.benchmark.serving`` once; return the document that it writes, with details."""
     output = server.log_file.with_suffix(f".{rate}.{seed}.jsonl")
     log = output.with_suffix(".log")
     ratio = 0.5
@@ -94,7 +93,7 @@ def send(server: Server, rate: float, seed: int, args: argparse.Namespace) -> di
 
 
 def summed_up(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Times of all requests of some runs, in milliseconds; what else each run has taken."""
+    """Return the times of all requests of some runs, in milliseconds, and figures of each run."""
     first = list(chain.from_iterable(run["ttfts"] for run in runs))
     of_requests = chain.from_iterable(run["itls"] for run in runs)
     between = list(chain.from_iterable(of_requests))
@@ -125,7 +124,7 @@ def summarise_times(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def batch_sizes(log: str) -> dict[str, dict[str, float]]:
-    """How many batches of each kind a log names, and their mean and largest size."""
+    """Return the number of batches of each kind in a log, with their mean and largest size."""
     found = {}
     for name, pattern in BATCHES.items():
         if sizes := [int(size) for size in pattern.findall(log)]:
@@ -135,7 +134,7 @@ def batch_sizes(log: str) -> dict[str, dict[str, float]]:
 
 
 def describe_run(run: dict[str, Any]) -> str:
-    """Times and batches of one run, for a line."""
+    """Return the times and batches of one run, as one line."""
     found = summed_up([run])
     first, between = found["ttft_ms"], found["itl_ms"]
     told = f"{run['duration']:.2f} s"
@@ -150,7 +149,7 @@ def describe_run(run: dict[str, Any]) -> str:
 
 
 def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str, Any]]:
-    """Each rate: what stock does, and what fast."""
+    """Measure stock and fast at each rate; return the results."""
     from sglang_gemma4_yoco.commands.verify.servers import check_switch, make_pair, run_servers
 
     folder.mkdir()
@@ -186,7 +185,7 @@ def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     number: dict[str, Any] = {"type": parse_positive, "metavar": "N"}

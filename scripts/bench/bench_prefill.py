@@ -1,28 +1,28 @@
 #!/usr/bin/env python3
-"""How much faster is a prefill, and how much of what is possible is that?
+"""Prefill speedup, and the ceiling that no implementation can beat, on a GPU or a CPU.
 
 Runs SGLang's ModelRunner in this process (no scheduler, no HTTP), on a GPU or on the CPU platform,
 and times the same batch three ways, interleaved in one run:
 
 * **off**: the stock forward (``SGLANG_GEMMA4_YOCO=0``);
 * **on**: with fast prefill;
-* **front-only**: the tail left out altogether, the time that no implementation can beat.
+* **front-only**: without the tail, a time that no implementation can beat.
 
 For each batch it prints medians with 20th and 80th percentiles, the ratio off/on and the ceiling
-off/front-only; its document also has what the package adds to forwards that it leaves alone, and
-how often the host does something in a forward (``host_work``). It verifies that on and off give the
-same answer, and how many rows each layer computed; it refuses to report "on" where the fast path
-was neither active nor fell back with a reason. E2B_HOST and E4B_HOST have the real models' layers,
-and are tiny otherwise.
+off/front-only; its document also has the overhead on forwards that the package leaves alone, and
+counts of the host's work in a forward (``host_work``). It verifies that on and off give the same
+answer, and how many rows each layer computed; it does not report "on" if the fast path neither was
+active nor fell back with a reason. E2B_HOST and E4B_HOST have the real models' layers, and are tiny
+otherwise.
 
 With ``--graphs tail`` the tail is captured, as on a server with CUDA graphs. With ``--graphs
-prefills`` (or nothing behind the flag) SGLang captures its prefills too, and there are two more
-ways: **off replayed** runs SGLang's captured prefill to its end, **on replayed** leaves it for the
-package's captured tail. On a GPU these are timed as well. On a CPU a replay runs the captured
-operations one by one, so only the host's work besides is a result there.
+prefills`` (or the flag alone) SGLang captures its prefills too, and there are two more ways:
+**off replayed** runs SGLang's captured prefill to its end, **on replayed** leaves it for the
+package's captured tail. They are timed on a GPU only. On a CPU a replay runs the captured
+operations one by one, so only the host's other work is measured there.
 
 Output contract: a line for each batch on stdout; the last line is one JSON document. Exit status: 0
-if everything was measured, 1 if an answer differs in float32 or nothing is reported as on.
+if everything was measured, 1 if an answer differs in float32 or "on" cannot be reported.
 
     python scripts/bench/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
     python scripts/bench/bench_prefill.py --lengths 4 64 --decoding 0 31 --min-skipped-rows 1
@@ -56,7 +56,6 @@ from scripts.result_files import REHEARSAL, begin_result, device_name, write_res
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.comparison import Times
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
-from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.settings import name_of
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ WAYS = ("off", "on", "front")
 OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
 # Larger prefills stay eager on a CPU, where a captured one keeps every intermediate result.
 MOST_CAPTURED = 1024
-# A prefill of so many rows is always captured: the package's check at start fits into it.
+# A prefill of this many rows is always captured: the package's check at start fits into it.
 CHECKED = 32
 # A first time is slower; of a larger batch's many seconds it is no visible part.
 WARM_UP_ROWS = 4096
@@ -97,23 +96,23 @@ class Load:
 
     @property
     def total(self) -> int:
-        """Rows of the batch."""
+        """Return the rows of the batch."""
         return self.length * self.batch_size + self.decoding
 
     @property
     def suffix(self) -> int:
-        """Rows of each prompt that are read, at least its last."""
+        """Return the rows of each prompt that are read, at least its last."""
         return max(round(self.length * self.read), 1)
 
     @property
     def kept(self) -> int:
-        """Rows of the batch that are read."""
+        """Return the rows of the batch that are read."""
         return self.suffix * self.batch_size + self.decoding
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of a prefill that SGLang replays.
+    """Result of a prefill that SGLang replays.
 
     Attributes:
         path: what the package reports: a way of being active, or why it fell back.
@@ -130,7 +129,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured of one batch.
+    """Measurements of one batch.
 
     Attributes:
         path: a way of being active, or the reason why the forward fell back to stock.
@@ -158,17 +157,17 @@ class Point:
 
     @property
     def differs(self) -> bool:
-        """Whether an answer is another one than stock's, in float32."""
+        """Return True if an answer differs from stock's in float32."""
         answers: list[Point | Replayed] = [self, *self.replayed.values()]
         return any(not one.same_tokens or one.max_logit_difference > 1e-3 for one in answers)
 
 
 class NotActiveError(Exception):
-    """The fast path did not run and gave no reason, or its answers could not have differed."""
+    """Raised if the fast path did not run and gave no reason, or no answer could have differed."""
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     presets = ["E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"]
@@ -178,7 +177,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch-sizes", type=parse_positive, nargs="+", default=[1, 4])
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
-    fewest = "cut what can skip so many rows, whatever the rule is"
+    fewest = "cut a prefill that can skip this many rows, regardless of the rule"
     add("--min-skipped-rows", type=parse_positive, help=fewest)
     add("--repeats", type=parse_positive, default=7, help="times each of the three ways")
     add("--graphs", nargs="?", const="prefills", choices=("tail", "prefills"), help="see above")
@@ -188,13 +187,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def loads(args: argparse.Namespace) -> list[Load]:
-    """What is measured."""
+    """Return the batches to measure."""
     every = product(args.batch_sizes, args.decoding, args.read, args.lengths)
     return [Load(length, size, decoding, read) for size, decoding, read, length in every]
 
 
 def choose_device(wanted: str) -> str:
-    """``cpu`` or ``cuda``; selects the CPU platform, which must happen before SGLang's import."""
+    """Return ``cpu`` or ``cuda``. Selects the CPU platform, which must precede SGLang's import."""
     import torch
 
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -206,7 +205,7 @@ def choose_device(wanted: str) -> str:
 def build_engine(
     preset: str, device: str, folder: Path, rows: int, *, graphs: bool, prefills: Sequence[int] = ()
 ) -> Any:
-    """The model on SGLang's ModelRunner.
+    """Return the model on SGLang's ModelRunner.
 
     Args:
         preset: made in ``folder``, with random weights.
@@ -241,7 +240,7 @@ def build_engine(
 
 
 def buckets(args: argparse.Namespace, device: str) -> list[int]:
-    """Rows of the batches whose prefills SGLang captures."""
+    """Return the rows of the batches whose prefills SGLang captures."""
     from sglang_gemma4_reference import releases
 
     on_cpu = device == "cpu"
@@ -252,7 +251,7 @@ def buckets(args: argparse.Namespace, device: str) -> list[int]:
 
 
 def capturable(device: str) -> AbstractContextManager[object]:
-    """SGLang can capture prefills in the span, on a CPU too."""
+    """Let SGLang capture prefills in the ``with`` block, on a CPU too."""
     if device != "cpu":
         return nullcontext()
     from sglang_gemma4_reference import prefill_graphs
@@ -263,6 +262,7 @@ def capturable(device: str) -> AbstractContextManager[object]:
 def capture(engine: Any) -> None:
     """Capture the tail, or raise ``NotActiveError``; decode steps stay eager."""
     from sglang_gemma4_reference import releases
+    from sglang_gemma4_yoco.core.state import get_state
 
     releases.record_decode_steps(engine.runner)
     known = get_state(engine.text_model)
@@ -272,7 +272,7 @@ def capture(engine: Any) -> None:
 
 
 def randomise(engine: Any) -> None:
-    """Give the model weights whose answers depend on all of the prompt, which dummies do not."""
+    """Draw weights whose answers depend on the whole prompt, which dummy weights' do not."""
     import torch
 
     from sglang_gemma4_reference import checkpoint, gemma3n
@@ -290,7 +290,7 @@ def randomise(engine: Any) -> None:
 
 
 def must_have_spread(logits: torch.Tensor) -> None:
-    """Raise ``NotActiveError`` where the answers would be the same whatever was computed."""
+    """Raise ``NotActiveError`` if the answers would be the same whatever was computed."""
     spread = float(logits.float().std())
     if device_name(logits.device.type) == REHEARSAL:
         return
@@ -300,7 +300,7 @@ def must_have_spread(logits: torch.Tensor) -> None:
 
 @contextmanager
 def served(engine: Any, way: str) -> Iterator[None]:
-    """The fast path is on or off, and SGLang replays captured prefills or not, as the way says."""
+    """Turn the fast path and SGLang's replays on or off in the ``with`` block, as ``way`` says."""
     from sglang_gemma4_reference.engine import switched
     from sglang_gemma4_yoco import compat
     from sglang_gemma4_yoco.core import eligibility
@@ -313,13 +313,13 @@ def served(engine: Any, way: str) -> Iterator[None]:
         if way not in REPLAYED and compat.server.get_captured_prefills(engine.runner) is not None:
             runner = engine.runner.prefill_cuda_graph_runner
             span.enter_context(patched(runner, "can_run_graph", return_value=False))
-        if way == "front":  # which answers nothing, so no gate would ever admit it
+        if way == "front":  # it has no answer, so no gate admits it
             span.enter_context(patched(eligibility, "is_intermediate_chunk", return_value=True))
         yield
 
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
-    """Seconds and logits of one forward."""
+    """Return the seconds and the logits of one forward."""
     from sglang_gemma4_yoco.compat.server import wait_for_device
 
     device = engine.runner.device
@@ -334,7 +334,7 @@ def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
 def timed_in_turns(
     engine: Any, batch: Any, ways: Sequence[str], repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds of each way's forwards, and the logits of its last; each round begins elsewhere."""
+    """Return the seconds of each way's forwards, and its last logits; rounds rotate the order."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     logits: dict[str, torch.Tensor] = {}
     order = list(ways)
@@ -347,7 +347,7 @@ def timed_in_turns(
 
 
 def rows_of_forward(engine: Any, batch: Any) -> list[int]:
-    """FFN rows of each layer with the fast path on, seen from outside; 0 for replayed ones."""
+    """Return the FFN rows of each layer with the fast path on, seen from outside; 0 if replayed."""
     rows: list[int] = []
     with ExitStack() as span:
         for layer in engine.text_model.layers:
@@ -358,7 +358,7 @@ def rows_of_forward(engine: Any, batch: Any) -> list[int]:
 
 
 def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
-    """What the package reports of one ``forward``, and its result; else ``NotActiveError``."""
+    """Return the outcome of one ``forward``, and its result; ``NotActiveError`` if it has none."""
     from sglang_gemma4_yoco import counters
 
     counters.served.forwards.clear()
@@ -369,7 +369,7 @@ def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
 
 
 def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
-    """``active`` or a reason, and the rows of each layer; ``NotActiveError`` if they contradict."""
+    """Return ``active`` or a reason, and each layer's rows; ``NotActiveError`` on a conflict."""
     from sglang_gemma4_yoco import counters
 
     outcome, rows = with_outcome(partial(rows_of_forward, engine, batch))
@@ -383,7 +383,7 @@ def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
 
 
 def prompts(load: Load, vocabulary: int) -> list[Any]:
-    """The requests of a batch, with random tokens, always the same."""
+    """Return the requests of a batch, whose random tokens are always the same."""
     from sglang_gemma4_reference.engine import Prompt
 
     draw = random.Random(load.length * 1000 + load.batch_size)
@@ -403,7 +403,7 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
 
 
 def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[str, Replayed]:
-    """What comes of the ways whose prefill SGLang replays, if it has captured one of these rows.
+    """Return the results of the ways that SGLang replays, if it has captured one of these rows.
 
     It is compared with ``stock``, the logits of the eager stock forward.
     """
@@ -417,20 +417,20 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
 
 
 def agreement(logits: torch.Tensor, stock: torch.Tensor) -> tuple[float, bool]:
-    """The largest difference of two answers' logits, and whether their greedy tokens are equal."""
+    """Return the largest difference of two answers' logits; True if their greedy tokens agree."""
     same = (logits.argmax(-1) == stock.argmax(-1)).all()
     return float((logits - stock).abs().max()), bool(same)
 
 
 def captured_rows(engine: Any) -> list[int]:
-    """The lengths of the prefills that SGLang has captured."""
+    """Return the lengths of the prefills that SGLang has captured."""
     runner = getattr(engine.runner, "prefill_cuda_graph_runner", None)
     graphs = getattr(getattr(runner, "backend", None), "_graphs", ())
     return sorted(getattr(key, "size", key) for key in graphs)
 
 
 def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dict[str, Counts]:
-    """What the host does in each way; ``NotActiveError`` if SGLang was to replay, and did not."""
+    """Return the host's work in each way; ``NotActiveError`` if a due replay did not happen."""
     from scripts.bench import host_work
 
     counts = {}
@@ -480,7 +480,7 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
 
 
 def measure_gate(engine: Any) -> dict[str, float]:
-    """What the package adds to forwards that it leaves alone, in microseconds.
+    """Return the overhead on forwards that the package leaves alone, in microseconds.
 
     Stock functions that do nothing are called with the package's wrappers around them, and without.
     """
@@ -505,7 +505,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
         planned = backend.init_forward_metadata
         timer = timeit.Timer(lambda: (planned(forward_batch), forward(*arguments)))
         number, _ = timer.autorange()
-        return min(timer.repeat(5, number)) / number * 1e6  # the rest is the machine's other work
+        return min(timer.repeat(5, number)) / number * 1e6  # the rest is other load
 
     backend, model, wrapped = Backend(), engine.text_model, wrap_model_forward(stock)
     attention = TailBackend(backend, Backend())
@@ -513,7 +513,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
     forward_batch, added = releases.forward_batch(batch, engine.runner), {}
-    with mock.patch.dict(model.__dict__):  # the state that the model has comes back
+    with mock.patch.dict(model.__dict__):  # the model's own state is restored
         known.attach(plan.plan_batch)
         for name in ("ineligible_prefill_us", "decode_us"):
             with_package = taken(wrapped, backend, forward_batch)
@@ -524,7 +524,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
 
 
 def describe(preset: str, engine: Any) -> dict[str, Any]:
-    """Where the figures come from: command, commit, model, machine and versions."""
+    """Return the origin of the figures: command, commit, model, machine and versions."""
     import torch
 
     dtype = next(engine.text_model.parameters()).dtype
@@ -537,7 +537,7 @@ def describe(preset: str, engine: Any) -> dict[str, Any]:
 
 
 def show(point: Point) -> None:
-    """A line for people."""
+    """Print a line for people."""
     ways = {"off": point.off, "on": point.on, "front only": point.front}
     for way, seen in point.replayed.items():
         if seen.times is not None:
@@ -564,7 +564,7 @@ def main() -> int:
         engine = build_engine(args.preset, device, Path(directory), rows, **graphs)
         if args.graphs:
             capture(engine)
-        document = describe(args.preset, engine)  # before its file is a change
+        document = describe(args.preset, engine)  # before the result file changes the checkout
         document |= {"points": [], "gate": measure_gate(engine)}
         for load in loads(args):
             points.append(measure(engine, load, args.repeats))

@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Does a real model answer as well with fast prefill as without it?
+"""Does a real model keep its accuracy with fast prefill? GSM8K and pictures, off and on.
 
-Sends two SGLang servers of one checkpoint, off and on, the same questions at temperature 0, and the
-one that is off all of them once more:
+Sends two SGLang servers of one checkpoint, off and on, the same questions at temperature 0, and
+sends them to the stock server once more:
 
 * GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring);
 * 30 pictures of two colours each, made here: "name the two colours".
 
-For both it prints the accuracy of each run, the share of answers that are the same character by
-character, off and on as well as off and off again, and the answers that are not. In bf16 on a GPU
-other kernels run for the last rows, so a few answers differ; accuracy should not. Where off and off
-again differ, questions that are asked several at a time have met in other batches: that many
-answers differ without fast prefill. ``--concurrency 1`` asks them one at a time.
+For both it prints the accuracy of each run, the share of identical answers between off and on and
+between the two runs of off, and the answers that differ. In bf16 on a GPU other kernels run for the
+last rows, so a few answers differ; accuracy should not. The two runs of off differ if concurrent
+questions are batched differently: that is the baseline without fast prefill. ``--concurrency 1``
+asks one question at a time.
 
     python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it   # one after the other
     python scripts/bench/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
 
-Output contract: for people on stdout; the last line is one JSON document. Exit status 0 when both
-servers have answered, rightly or not; 2 when something went wrong. lm-eval downloads GSM8K, unless
+Output contract: text for people on stdout; the last line is one JSON document. Exit status: 0 if
+both servers have answered, rightly or not; 2 if the run failed. lm-eval downloads GSM8K, unless
 ``--questions`` names a file with a question and an answer per line of JSON. Needs the dependency
 group ``eval``, which the environment of ``scripts/run_tests.py`` has.
 """
@@ -60,14 +60,14 @@ PICTURES = list(itertools.permutations(COLOURS, 2))  # 30
 
 @dataclass
 class Answers:
-    """What one server answered: texts by question, accuracy by the way of scoring."""
+    """Answers of one server: texts by question, accuracy by scoring method."""
 
     texts: dict[str, str] = field(default_factory=dict)
     accuracy: dict[str, float] = field(default_factory=dict)
 
 
 def ask_colours(args: argparse.Namespace, url: str) -> Answers:
-    """Ask for the colours of all pictures; right is an answer that names both."""
+    """Ask for the colours of all pictures; an answer that names both is right."""
     http, answers, right = make_session(url), Answers(), 0
     for pair in PICTURES:
         image = {"type": "image_url", "image_url": {"url": draw_picture(*pair)}}
@@ -121,7 +121,7 @@ SETS = {"gsm8k": ask_gsm8k, "colours": ask_colours}
 
 
 def share_identical(off: Answers, other: Answers, way: str) -> float:
-    """The share of answers that are the same; prints those that are not."""
+    """Return the share of identical answers; print the others."""
     equal = 0
     for question, text in off.texts.items():
         if text == other.texts[question]:
@@ -133,7 +133,7 @@ def share_identical(off: Answers, other: Answers, way: str) -> float:
 
 
 def compare(off: Answers, again: Answers, on: Answers) -> dict[str, Any]:
-    """Print what differs; return the figures."""
+    """Print the differences; return the figures."""
     found: dict[str, Any] = {"questions": len(off.texts)}
     found["identical_again"] = share_identical(off, again, "off again")
     found["identical"] = share_identical(off, on, "on")
@@ -144,7 +144,7 @@ def compare(off: Answers, again: Answers, on: Answers) -> dict[str, Any]:
 
 
 def ask_sets(args: argparse.Namespace, url: str) -> dict[str, Answers]:
-    """All questions of ``--sets``, which begin with an empty prefix cache."""
+    """Return the answers to all questions of ``--sets``, which start with an empty prefix cache."""
     say(f"Asking {url}")
     reply = make_session(url).post(f"{url}/flush_cache?timeout=30")
     if not reply.ok:
@@ -154,7 +154,7 @@ def ask_sets(args: argparse.Namespace, url: str) -> dict[str, Answers]:
 
 @contextmanager
 def served(args: argparse.Namespace, directory: Path, way: str) -> Iterator[str]:
-    """The address of a server: one that is named, or one of ``--model``, alone on the machine."""
+    """Yield the address of a server: a given one, or one of ``--model``, alone on the machine."""
     url = vars(args)[way]
     if url is not None:
         yield url.rstrip("/")
@@ -168,7 +168,7 @@ def served(args: argparse.Namespace, directory: Path, way: str) -> Iterator[str]
 
 
 def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Ask both servers, the one that is off twice, and compare."""
+    """Ask both servers, stock twice, and compare."""
     found: dict[str, dict[str, Answers]] = {}
     for way in ("off", "on"):
         with served(args, directory, way) as url:
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--model", help="a checkpoint to serve, off and then on")

@@ -1,9 +1,9 @@
-"""What does the host do in one forward? Operations, replays, Triton launches, reads of the device.
+"""The host's work in one forward: operations, replays, Triton launches, reads of the device.
 
-Looks from outside of the package, in a pass of its own, since counting slows the host down.
+It is counted from outside of the package, in a pass of its own, since counting slows the host down.
 
-All that is dispatched counts, views and allocations as well. What a replayed graph runs is the
-device's work, so the replay itself is one operation; each segment of a captured prefill is such a
+Every dispatched operation counts, views and allocations as well. A replay is one operation, since
+the operations in its graph are the device's work; each segment of a captured prefill is such a
 graph. An attention call of the CPU platform's own backend is one operation too, in place of a
 kernel. Reads are those that ``host_reads`` sees.
 """
@@ -28,7 +28,7 @@ from sglang_gemma4_reference.recorder import RecordedGraph, unseen
 
 @dataclass
 class Counts:
-    """How often the host did something in one forward.
+    """Counts of the host's work in one forward.
 
     Attributes:
         operations: dispatched to the device; replays are among them.
@@ -44,7 +44,7 @@ class Counts:
 
 
 def count(forward: Callable[[], Any]) -> Counts:
-    """How often the host did what in one ``forward``."""
+    """Return the counts of one ``forward``."""
     seen: Counter[str] = Counter()
     operation = partial(seen.update, ["operations"])
     launch = partial(seen.update, ["triton_launches"])
@@ -68,7 +68,7 @@ def count(forward: Callable[[], Any]) -> Counts:
 
 
 def _noted(owner: Any, name: str, note: Callable[[], None]) -> Any:
-    """A span in which each call of a method is noted, and what it does inside is not seen."""
+    """Count each call of a method in the ``with`` block, without the work inside of it."""
     stock = getattr(owner, name)
 
     @wraps(stock)
@@ -81,7 +81,7 @@ def _noted(owner: Any, name: str, note: Callable[[], None]) -> Any:
 
 
 def _cpu_segments() -> list[Any]:
-    """What stands for a segment of a captured prefill on a CPU."""
+    """Return the class of a captured prefill's segments on a CPU, if there is one."""
     if not releases.records_prefills():
         return []
     from sglang_gemma4_reference.prefill_graphs import Segment
@@ -90,7 +90,7 @@ def _cpu_segments() -> list[Any]:
 
 
 def _launchers() -> list[tuple[Any, str]]:
-    """Through what Triton launches its kernels: compiled ones, and those in its interpreter."""
+    """Return the methods by which Triton launches kernels, compiled and interpreted."""
     try:
         from triton.runtime.interpreter import GridExecutor
         from triton.runtime.jit import JITFunction

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Predict how many times as fast a prefill is on a GPU, and compare the model with measurements.
+"""Predict the prefill speedup on a GPU, and compare the model with measurements.
 
 The model is ``prefill_model.py``, and ``benchmark/model.toml`` has the range of each of its values.
 Some are fitted to ``benchmark/results/gpu_*.json`` and to ``benchmark/published.toml``. Each
@@ -66,7 +66,7 @@ def list_cases() -> list[Any]:
 
 
 def fit(cases: Sequence[Any]) -> Any:
-    """Return the values with which the model comes closest to these measurements."""
+    """Return the values that fit these measurements best."""
     import numpy as np
     from scipy.optimize import least_squares
 
@@ -123,7 +123,7 @@ def find_ranges(cases: Sequence[Any]) -> Any:
 
 
 def find_slack(cases: Sequence[Any]) -> Any:
-    """Return by what ranges are to be widened, so that each measurement is within its own."""
+    """Return by how much ranges must be widened, so that each measurement is within its own."""
     ratios = [case.ratio for case in cases]
     low, high = find_ranges(cases)
     return max(1.0, *(low / ratios), *(ratios / high))
@@ -146,7 +146,7 @@ def predict_prefills(device: str, visits: bool, fitted: Any, slack: float) -> li
 
 
 def describe(case: Any) -> None:
-    """Give a measurement what tables show of it."""
+    """Give a measurement the fields that tables show."""
     case.way, case.expected, unit, scale = case.ways[1], "", "ms", 1e3
     case.measured = f"{case.ratio:.2f}x"
     if case.source:

@@ -1,10 +1,10 @@
-"""How long a prefill takes, by the sizes of a model, a data sheet and assumptions.
+"""Model of a prefill's duration, from a model's sizes, a data sheet and assumptions.
 
 A forward takes as long as its host or its device needs, whichever is longer. The host needs some
 time for each operation that PyTorch dispatches. The device needs for each layer's matrix products
-the larger of operations / reached peak and bytes / bandwidth, and besides the time of attention and
-of elementwise kernels. ``benchmark/model.toml`` has the data sheets, the counts of operations, and
-the ranges of what is assumed.
+the larger of operations / reached peak and bytes / bandwidth, plus the time of attention and of
+elementwise kernels. ``benchmark/model.toml`` has the data sheets, the counts of operations, and
+the ranges of the assumed values.
 
 Arguments of several functions:
     case: a measurement or a prediction: the model, its prompts, and how they are served.
@@ -67,7 +67,7 @@ def attention_seconds(case: Any, whole: Any, values: Any) -> Any:
     end, prompts = case.prefix + case.tokens, case.rows / case.tokens
 
     def before(position: int, window: Any) -> Any:
-        """Return how many keys the rows before a position see together."""
+        """Return the number of keys that all rows before a position attend to."""
         ramp = np.minimum(position, window)
         return ramp * (position - ramp / 2)
 

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Does a server with fast prefill answer random traffic as a stock one does, and stay healthy?
+"""Does a fast server answer random traffic as stock does, and stay healthy?
 
 Serves a small random Gemma 4 on the CPU platform twice, in float32, with the fast path off and on,
-and sends both the same random requests (``sglang_gemma4_reference.workload`` has the requests, and
-what of an answer is compared). With ``--captured`` the fast server replays its decode steps, and
+and sends both the same random requests (``sglang_gemma4_reference.workload`` has the requests and
+the comparison of answers). With ``--captured`` the fast server replays its decode steps, and
 its tails for up to 16 prompts. With ``--failures-every N`` it gets the requests once more, while
 every Nth forward that takes the fast path fails inside the tail: stock must serve those.
 
 A run passes if
 
 * every request is answered, and every answer is that of the stock server;
-* the fast path was active, by the rows that the layers computed, on the one server, and not on
-  the other; of each forward the last layer computed just the rows that are read, or all where
-  skipping the others does not pay by the package's own rule; a captured tail was replayed; and as
-  many forwards were served by stock as failures were injected;
+* the fast path was active on one server only, by the rows that the layers computed; in each forward
+  the last layer computed just the rows that are read, or all if skipping does not pay by the
+  package's own rule; a captured tail was replayed; and stock served one forward for each injected
+  failure;
 * nothing leaks: after the last answer no token holds a slot, SGLang's own checks of its pools,
-  after every step and when idle, have reported nothing, and the memory of all of the server's
-  processes has stayed the same from half of the time on.
+  after every step and when idle, have reported nothing, and the memory of the server's processes
+  did not grow in the second half.
 
 Output contract: lines for people on stdout; the last line is one JSON document. Exit status: 0 if
 the run passed, 1 if not, 2 if it could not be made or a server has died.
@@ -88,13 +88,13 @@ class Pass:
     problems: list[str] = field(default_factory=list)
 
     def require(self, holds: object, otherwise: str) -> None:
-        """Note a problem unless something is so."""
+        """Note a problem unless ``holds`` is true."""
         if not holds:
             self.problems.append(otherwise)
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process and of all that it has started."""
+    """Return the resident bytes of a process and of all its children."""
     import psutil
 
     root, total = psutil.Process(pid), 0
@@ -107,7 +107,7 @@ def resident_bytes(pid: int) -> int:
 def run_pass(
     name: str, server: Server, workload: Sequence[Any], captured: Sequence[int]
 ) -> tuple[Pass, list[Any]]:
-    """Put all requests to one server, and look at what it did; returns the answers too.
+    """Send all requests to one server, and observe it; return the answers too.
 
     ``captured`` are the row counts for which its tail is captured.
     """
@@ -146,7 +146,7 @@ def run_pass(
 def judge_forwards(
     result: Pass, fast: bool, prefills: Sequence[Any], captured: Sequence[int]
 ) -> None:
-    """Whether each forward has computed the rows that it had to, and no others."""
+    """Note a problem for each forward that computed other rows than it must."""
     from harness.layer_rows import fast_rows, is_replayed
     from sglang_gemma4_reference import workload as kinds
 
@@ -177,7 +177,7 @@ def judge_forwards(
 
 
 def run(args: argparse.Namespace, logs: Path) -> Iterator[tuple[Pass, Any]]:
-    """Each pass, and for each after the first what its answers are against the first one's."""
+    """Yield each pass, and for each after the first the comparison with the first one's answers."""
     from harness.server import DEFAULT_THRESHOLD, running
     from sglang_gemma4_reference.checkpoint import PRESETS
     from sglang_gemma4_reference.workload import Client, compare, random_requests
@@ -212,7 +212,7 @@ def run(args: argparse.Namespace, logs: Path) -> Iterator[tuple[Pass, Any]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; see ``--help``."""
+    """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--requests", type=parse_positive, default=200, help="how many")

@@ -1,1 +1,1 @@
-"""What is run before a release, and for a new SGLang."""
+"""Commands for a release of this package, and for a new SGLang."""

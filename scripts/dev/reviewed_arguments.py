@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Add the installed SGLang's new server arguments and environment variables to the reviewed ones.
 
-Variables are those of SGLang's ``Envs`` and of its dumper. Each name that is added is printed: read
-what SGLang's code does with it before you commit the list. It belongs there if it changes neither
+Variables are those of SGLang's ``Envs`` and of its dumper. Each added name is printed: read what
+SGLang's code does with it before you commit the list. A name belongs there if it changes neither
 which rows of a prefill are read, nor where K and V are stored, nor how the layers are laid out,
-split or replayed; or if what it makes is judged in any case: the attention backend, the pools, the
-linear layers, each batch, the captured graphs. One that does not belongs into a table of
-``loading/unsupported.py``, and is then left out here. Names of a release that is no longer
-supported may be taken out.
+split or replayed; or if the package checks its effect in any case: the attention backend, the
+pools, the linear layers, each batch, the captured graphs. Any other name belongs in a table of
+``loading/unsupported.py``, which excludes it here. Names of a release that is no longer supported
+may be removed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def reviewed() -> set[str]:
 
 
 def main() -> None:
-    """Add what is new to the list."""
+    """Add new names to the list."""
     new_parser(__doc__).parse_args()
     from sglang_gemma4_yoco.loading import unsupported
 

@@ -12,14 +12,14 @@ to release for the CPU platform: their tests run with the newest one only, in ev
     python3 scripts/dev/version_matrix.py prerelease  # the newest of all, pre-releases too
     python3 scripts/dev/version_matrix.py 0.5.23 --override transformers==5.24.0
 
-The last one has another package than SGLang pins, as users do who upgrade one. ``newest`` and
-``prerelease`` run with ``SGLANG_GEMMA4_YOCO_UNTESTED=1``: a release that nobody has tested is stock
+The last one overrides a package that SGLang pins, as users do who upgrade it. ``newest`` and
+``prerelease`` run with ``SGLANG_GEMMA4_YOCO_UNTESTED=1``: an untested release runs as stock
 otherwise.
 
 Output contract: the last line for each release is ``sglang VERSION: passed`` or ``failed``, with
-counts. What passed goes to ``benchmark/results/version_matrix.json``, but not with ``--override``;
-``scripts/tables.py --write`` makes the table of docs/compatibility.md of it. Exit status: 0 if all
-passed, 1 if one did not.
+counts. Releases that passed go to ``benchmark/results/version_matrix.json``, except with
+``--override``; ``scripts/tables.py --write`` makes docs/compatibility.md's table of it. Exit
+status: 0 if all passed, 1 if one did not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ print(json.dumps(about | {"python": platform.python_version()}))
 
 
 def try_release(version: str, folder: Path, override: str | None = None) -> dict[str, Any]:
-    """Run its tests, with this requirement in place of SGLang's; tell what became of them."""
+    """Run a release's tests, with this requirement in place of SGLang's; return their results."""
     venv, report = folder / version, folder / f"{version}.xml"
     report.unlink(missing_ok=True)
     began = time.monotonic()
@@ -93,11 +93,11 @@ def try_release(version: str, folder: Path, override: str | None = None) -> dict
 
 
 def main() -> int:
-    """Try the releases, and keep what was found of those that passed."""
+    """Test the releases, and save the results of those that passed."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("versions", nargs="*", default=list(VERSIONS), help="releases, newest, or prerelease")
-    add("--override", metavar="REQUIREMENT", help="install this, whatever SGLang requires")
+    add("--override", metavar="REQUIREMENT", help="install this in place of SGLang's pin")
     add("--work-dir", type=Path, default=REPO / ".venv-matrix", help="for environments")
     args = parser.parse_args()
     folder = args.work_dir.expanduser().absolute()

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 settings.current = settings.read(os.environ)
 
 pytest_plugins = ["harness.own_process"]
-# For the servers, and whatever else the tests start.
+# For the servers and all other processes that the tests start.
 os.environ["PYTHONPATH"] = python_path(Path(__file__).parent / "harness" / "quick_start")
 
 PACKAGE = "sglang_gemma4_yoco"
@@ -74,13 +74,13 @@ LAST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have ``LAST`` run after the other files of their folder."""
+    """Run ``LAST`` after the other files of their folder."""
     folders = list(dict.fromkeys(map(_folder, items)))
     items.sort(key=lambda item: (folders.index(_folder(item)), item.path.name in LAST))
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is looked for among what the tests make alone.
+    """Freeze all objects so far: garbage is collected among those of the tests alone.
 
     SGLang collects it whenever it captures graphs, which takes a second among the objects of all
     its modules; and it freezes those itself, and unfreezes them.
@@ -102,7 +102,7 @@ USES_NONE = (
 
 
 class FilesAndServers(LoadScopeScheduling):
-    """What one of pytest-xdist's processes runs: a file, or all files of servers.
+    """Scheduler whose unit of work is a file, or all files of servers together.
 
     A file's tests share what is expensive to set up. Those of servers share more than that: two
     processes would each start the session's, and ten servers do not fit into 24 GiB.
@@ -118,7 +118,7 @@ class FilesAndServers(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)  # there is none when pytest-xdist is turned off
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndServers:
-    """The scheduler that distributes the tests over the processes."""
+    """Return the scheduler that distributes the tests over the processes."""
     return FilesAndServers(config, log)
 
 
@@ -127,14 +127,14 @@ def _folder(item: pytest.Item) -> str:
 
 
 def _is_own(owner: Any) -> bool:
-    """Whether this is an object or a module of the package."""
+    """Return True for an object or a module of the package."""
     names = type(owner).__module__, getattr(owner, "__name__", "")
     return any(str(name).split(".")[0] == PACKAGE for name in names)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_object_of_its_own_is_patched() -> Iterator[None]:
-    """The package patches SGLang's objects alone.
+    """Assert that the package patches SGLang's objects alone.
 
     On an object of its own that would hide who decides: it is made with another argument instead.
     """
@@ -153,7 +153,7 @@ def _no_object_of_its_own_is_patched() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Gemma 4 of 8 layers, the last 4 of them KV-shared, with a window of 32."""
+    """Return a small random Gemma 4 of 8 layers, the last 4 KV-shared, with a window of 32."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", E2B_TINY)
 
 
@@ -161,7 +161,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Server]]:
-    """Two servers of one checkpoint: the fast path on (by default), and switched off.
+    """Yield two servers of one checkpoint: the fast path on (by default), and switched off.
 
     SGLang checks them, and ends them if it finds something: its pools after every batch and when
     nothing runs (the default), who owns which page, and whether logits are numbers.
@@ -179,7 +179,7 @@ def servers(
 def default_server(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server with the package, and none of the package's variables: as users have it."""
+    """Yield a server with the package and none of its variables, as users have it."""
     directory = tmp_path_factory.mktemp("defaults")
     with running(tiny_checkpoint, directory, switch=None, env=DEFAULT_THRESHOLD) as server:
         yield server
@@ -189,7 +189,7 @@ def default_server(
 def captured_server(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server whose decode steps are replayed, and the tails of its prefills."""
+    """Yield a server whose decode steps and prefill tails are replayed."""
     directory = tmp_path_factory.mktemp("captured")
     graphs: Any = {"arguments": CAPTURED_ARGUMENTS, "env": CAPTURED_GRAPHS}
     with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
@@ -200,7 +200,7 @@ def captured_server(
 def ranks_server(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server of two tensor-parallel ranks, with metrics; each prefill that is cut is audited."""
+    """Yield a server of two tensor-parallel ranks, with metrics; it audits each cut prefill."""
     audited: dict[str, str | None] = {
         settings.name_of("audit"): "1",
         settings.name_of("audit_strict"): "1",
@@ -212,19 +212,19 @@ def ranks_server(
 
 @pytest.fixture(scope="session")
 def on_server(servers: tuple[Server, Server]) -> Server:
-    """The server with the fast path on."""
+    """Return the server with the fast path on."""
     return servers[0]
 
 
 @pytest.fixture(scope="session")
 def off_server(servers: tuple[Server, Server]) -> Server:
-    """The server with the fast path off."""
+    """Return the server with the fast path off."""
     return servers[1]
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
-    """SGLang's ModelRunner in this process, whose pool holds 4096 tokens."""
+    """Return SGLang's ModelRunner in this process, whose pool holds 4096 tokens."""
     from harness.forwards import ENGINE  # imports SGLang, which some tests do without
     from sglang_gemma4_reference.engine import Engine
 
@@ -233,14 +233,14 @@ def engine(tiny_checkpoint: Path) -> Engine:
 
 @pytest.fixture
 def setting() -> Iterator[Callable[..., None]]:
-    """Have these settings, by their fields, from here on."""
+    """Yield a function that changes settings, by their fields, for the rest of the test."""
     with ExitStack() as stack:
         yield lambda **fields: stack.enter_context(settings_changed(**fields))
 
 
 @pytest.fixture
 def outside_of_a_server() -> Iterator[None]:
-    """No server was started in this process, whatever an engine of another test has left."""
+    """Remove the process's published server arguments, which an engine may have left."""
     from sglang_gemma4_reference import releases
 
     with releases.unpublished():
@@ -249,7 +249,7 @@ def outside_of_a_server() -> Iterator[None]:
 
 @pytest.fixture
 def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The plugin finds SGLang as if it had not been loaded yet; what it wraps is put back."""
+    """Unload the plugin for the test; its patches are restored afterwards."""
     from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
     from sglang_gemma4_yoco import compat, plugin
@@ -272,14 +272,14 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delattr(Gemma4TextModel, name, raising=False)
     yield
     for name in helpers & vars(Gemma4TextModel).keys():
-        delattr(Gemma4TextModel, name)  # those that were there before are put back
+        delattr(Gemma4TextModel, name)  # earlier ones are restored
     plugin.load.cache_clear()  # an engine of a later test may be the first that loads it
     compat.names.find_missing.cache_clear()
 
 
 @pytest.fixture
 def forgotten_reports() -> Iterator[None]:
-    """Nothing is counted yet, and nothing logged."""
+    """Reset counters and logged lines."""
 
     reset_log()
     yield
@@ -288,7 +288,7 @@ def forgotten_reports() -> Iterator[None]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
-    """What the package logs from here on, at this level or above."""
+    """Return a function that returns the package's log lines from here on, at a level or above."""
     caplog.set_level(logging.INFO, log.logger.name)
 
     def lines(level: int = logging.INFO) -> list[str]:
@@ -303,7 +303,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
-    """Whatever turns the fast path off in a test, it is on again after it."""
+    """Turn the fast path on again after a test, whatever turned it off."""
     from sglang_gemma4_yoco.core.state import get_state
 
     yield
@@ -313,7 +313,7 @@ def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
 
 @pytest.fixture
 def batches_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have SGLang make its forward batches with these fields from here on."""
+    """Return a function that sets fields of SGLang's forward batches for the rest of the test."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     make = ForwardBatch.init_new
@@ -334,7 +334,7 @@ def batches_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., None]]:
-    """Build the attention backends again, with these further server arguments."""
+    """Yield a function that builds the attention backends again, with further server arguments."""
     from harness.forwards import ENGINE
     from harness.stand_ins import server_args
     from sglang_gemma4_reference import releases

@@ -23,13 +23,13 @@ _BLOCK = 256
 
 
 def _listed(numbers: torch.Tensor) -> list[int]:
-    """Read numbers of a batch on the host: all such reads, of extend and decode, are here."""
+    """Read numbers of a batch on the host: the only such reads of extend and decode."""
     listed: list[int] = numbers.tolist()
     return listed
 
 
 class LayerCache(NamedTuple):
-    """Where the K and V of one layer are.
+    """Places of one layer's K and V.
 
     Attributes:
         keys, values: [slots, kv_heads, head_dim].
@@ -45,7 +45,7 @@ class LayerCache(NamedTuple):
 
 
 class WindowedTorchNativeBackend(TorchNativeAttnBackend):
-    """``torch_native``, with window layers that read the slots they were written to.
+    """``torch_native``, with window layers that read from the slots they were written to.
 
     SGLang keeps the K/V of window layers in a pool of their own and translates slots into it;
     ``torch_native`` translates slots when it writes, but not when it reads, which has no
@@ -61,13 +61,13 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     """
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is no metadata."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing to allocate: a captured step reads the batch's own static tensors."""
+        """Do nothing: a captured step reads the batch's own static tensors."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of a request that pads a captured batch."""
+        """Return the length of a request that pads a captured batch."""
         return 1
 
     def forward_extend(
@@ -121,7 +121,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
     ) -> LayerCache:
-        """The layer's cache, with ``k`` and ``v`` in it."""
+        """Write ``k`` and ``v``, and return the layer's cache."""
         if layer.is_cross_attention or layer.attn_type is not AttentionType.DECODER:
             raise NotImplementedError(f"layer {layer.layer_id}: only causal self-attention")
         pool = self.token_to_kv_pool
@@ -143,11 +143,11 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
 
 
 class FrontBackend(WindowedTorchNativeBackend):
-    """The same under a name of its own, as a server's backend that no tail may run on."""
+    """The same backend under another name: a server's backend that no tail may run on."""
 
 
 def register_as_proven() -> None:
-    """Have every text model admit these backends, where the package is loaded."""
+    """Admit these backends for every text model, if the package is loaded."""
     registry = sys.modules.get("sglang_gemma4_yoco.models.registry")
     if registry is None:
         return
@@ -159,7 +159,7 @@ def register_as_proven() -> None:
 
 
 def _as_one_node(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``_attend``; where it is captured, the host reads the lengths when it runs."""
+    """Call ``_attend`` as one node of a graph; at its replay the host reads the lengths."""
     attended: torch.Tensor = recorder.as_one_node(_attend, q, *args, **kwargs)
     return attended
 
@@ -215,7 +215,7 @@ def _attend(
 def attend_causally(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Causal attention of the last rows of one request to all of its keys.
+    """Return causal attention of the last rows of one request to all of its keys.
 
     Args:
         q: [rows, heads, head_dim], the last rows.

@@ -131,7 +131,7 @@ class Gemma4Shape:
 
     @property
     def layer_types(self) -> list[str]:
-        """``sliding_attention`` or ``full_attention`` for each layer."""
+        """Return ``sliding_attention`` or ``full_attention`` for each layer."""
         group = self.sliding_per_full + 1
         found: list[str] = []
         for layer in range(1, self.layers + 1):
@@ -353,14 +353,14 @@ def scale(model: Any, shape: Gemma4Shape) -> None:
 
 
 def _outlier_channels(shape: Gemma4Shape) -> torch.Tensor:
-    """The numbers of the channels that are larger than others: drawn apart from the weights."""
+    """Return the outlier channels' indices, drawn apart from the weights."""
     draw = torch.Generator().manual_seed(shape.seed)
     count = max(1, round(shape.outlier_share * shape.hidden_size))
     return torch.randperm(shape.hidden_size, generator=draw)[:count]
 
 
 def _give_shared_layers_projections(model: Any) -> None:
-    """Add weights for K and V to the layers that share them, which no forward uses.
+    """Add K and V weights, which no forward uses, to the layers that share K and V.
 
     Published checkpoints have them too. SGLang allocates them beside the queries' weights, and
     where it quantises those together, their values count.

@@ -53,7 +53,7 @@ class Prompt:
 
 
 def _poison_of(dtype: torch.dtype) -> float:
-    """Finite, for masked keys of a softmax may be read, and far from what a layer computes."""
+    """Return a finite value, since masked keys may be read, but one far from any computed value."""
     return min(1e3, torch.finfo(dtype).max)
 
 
@@ -62,7 +62,7 @@ SWITCHED_OFF = Refusal("switched off for the span")
 
 
 def switched(value: str) -> AbstractContextManager[object]:
-    """The fast path on (``1``) or off (``0``) for the span."""
+    """Turn the fast path on (``1``) or off (``0``) in the ``with`` block."""
     # Whichever copy of the package is under test.
     from sglang_gemma4_yoco.core import state
 
@@ -74,14 +74,14 @@ def switched(value: str) -> AbstractContextManager[object]:
 
 
 def settings_changed(**values: Any) -> AbstractContextManager[None]:
-    """Other settings of the package in the span, by their fields."""
+    """Change settings of the package, by their fields, in the ``with`` block."""
     from sglang_gemma4_yoco import settings
 
     return settings.changed(**values)
 
 
 def reset_log() -> None:
-    """Forget what the package has counted and logged."""
+    """Reset the package's counters and its logged lines."""
     from sglang_gemma4_yoco import counters, log
 
     log._logged.clear()
@@ -116,7 +116,7 @@ class Engine:
             server_args: SGLang's, for example ``max_total_tokens=4096`` or ``page_size=16``.
         """
         Engine._last = weakref.ref(self)
-        load_plugins()  # as every process of a server does first
+        load_plugins()  # as every process of a server does at start
         args = ServerArgs(model_path=str(model_path), **server_args)
         self.runner = releases.load_model(args, rank)
         self.text_model: Any = next(
@@ -175,7 +175,7 @@ class Engine:
         return batch
 
     def next_chunk(self, batch: ScheduleBatch, prompts: Sequence[Prompt]) -> ScheduleBatch:
-        """Schedule what is left of those prompts of ``batch`` that did not end in it.
+        """Schedule the rest of those prompts of ``batch`` that did not end in it.
 
         Args:
             batch: it has run.
@@ -210,7 +210,7 @@ class Engine:
             window.free_pages = ascending[torch.randperm(len(ascending), generator=draw)]
 
     def _request(self, rid: int, prompt: Prompt, wants_logprobs: bool) -> Req:
-        """The request of a prompt; its next prefill computes the cached tokens."""
+        """Return the request of a prompt; its next prefill computes the cached tokens."""
         ids = array("q", prompt.cached or prompt.new)
         req = Req(
             rid=str(rid),
@@ -272,14 +272,14 @@ class Engine:
         return pool.get_key_buffer(layer), pool.get_value_buffer(layer)
 
     def kv_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
+        """Return K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for layer in self._layers_with_kv:
             found.append(self._buffers(layer))
         return found
 
     def kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of ``kv_buffers``."""
+        """Return copies of ``kv_buffers``."""
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for keys, values in self.kv_buffers():
             found.append((keys.clone(), values.clone()))
@@ -296,7 +296,7 @@ class Engine:
                 buffer[slots] = _poison_of(buffer.dtype)
 
     def written(self, batch: ScheduleBatch) -> list[torch.Tensor]:
-        """Copies of K and V of every layer that owns some, at the slots that ``batch`` writes."""
+        """Return copies of K and V, at the slots that ``batch`` writes, of layers that own some."""
         found: list[torch.Tensor] = []
         for layer in self._layers_with_kv:
             for buffer in self._buffers(layer):

@@ -25,7 +25,7 @@ from sglang_gemma4_reference.checkpoint import CHAT_TEMPLATE, build_tokenizer
 
 @dataclass(frozen=True)
 class Gemma3nShape:
-    """What decides what a checkpoint contains. Layers come as four with a window, one without."""
+    """Everything that decides a checkpoint's content. Every fifth layer has no window."""
 
     layers: int
     kv_shared_layers: int
@@ -85,7 +85,7 @@ PRESETS = {"E2B_MINI": E2B_MINI, "E4B_MINI": E4B_MINI, "E2B_TINY": E2B_TINY}
 
 
 def text_config(shape: Gemma3nShape) -> Gemma3nTextConfig:
-    """Hugging Face's config of the text model."""
+    """Return Hugging Face's config of the text model."""
     dense = shape.layers - shape.sparse_layers
     return Gemma3nTextConfig(
         vocab_size=shape.vocab_size,
@@ -112,7 +112,7 @@ def text_config(shape: Gemma3nShape) -> Gemma3nTextConfig:
 
 
 def build_model(shape: Gemma3nShape) -> Gemma3nForCausalLM:
-    """A model in fp32 with random weights whose answers depend on all of the prompt."""
+    """Return a model in fp32 with random weights whose answers depend on the whole prompt."""
     torch.manual_seed(shape.seed)
     model = Gemma3nForCausalLM(text_config(shape)).float().eval()
     with torch.no_grad():
@@ -123,7 +123,7 @@ def build_model(shape: Gemma3nShape) -> Gemma3nForCausalLM:
     return model
 
 
-#: By the end of a matrix's name, what multiplies its scale; 1 keeps that of what it is applied to.
+#: By the end of a matrix's name, the factor of its scale; 1 keeps its input's scale.
 _MATRICES = {
     "embed_tokens.weight": 0.4,
     # So that streams are mixed, and one token's coefficients differ from another's.

@@ -1,4 +1,4 @@
-"""SGLang's graph backend on a CPU: what ``FullCudaGraphBackend`` is on CUDA, with ``recorder``.
+"""SGLang's graph backend on a CPU: ``FullCudaGraphBackend``'s counterpart, with ``recorder``.
 
 Graphs of one memory pool share its memory, as on a GPU: what an earlier graph has freed by the end
 of its capture, a later one uses for its own tensors. So a replay of the earlier one overwrites the
@@ -25,14 +25,14 @@ _WARM_UPS = 2
 
 
 class Pool:
-    """A memory pool of graphs, which frees those that nothing else holds."""
+    """Memory pool of graphs, which frees those that nothing else holds."""
 
     def __init__(self) -> None:
         self._recorded: list[weakref.ref[RecordedGraph]] = []
 
     @property
     def graphs(self) -> list[RecordedGraph]:
-        """Those that were recorded in it and are not freed, in this order."""
+        """Return the graphs that were recorded in this pool and are not freed, in this order."""
         found: list[RecordedGraph] = []
         for held in self._recorded:
             if (graph := held()) is not None:
@@ -40,27 +40,27 @@ class Pool:
         return found
 
     def add(self, graph: RecordedGraph) -> None:
-        """A graph that was recorded in it."""
+        """Add a graph that was recorded in this pool."""
         self._recorded = [weakref.ref(other) for other in (*self.graphs, graph)]
 
     def remove(self, graph: RecordedGraph) -> None:
-        """A graph that is not replayed any more."""
+        """Remove a graph that is no longer replayed."""
         self._recorded.remove(weakref.ref(graph))
 
     def replay(self, graph: RecordedGraph) -> None:
-        """Run one of them. It overwrites what the later ones have left."""
+        """Replay a graph, which overwrites the outputs of later ones."""
         graph.replay()
         self.spoil_later(graph)
 
     def spoil_later(self, graph: RecordedGraph) -> None:
-        """Overwrite what the graphs that were recorded after this one have left."""
+        """Overwrite the outputs of the graphs that were recorded after this one."""
         graphs = self.graphs
         for later in graphs[graphs.index(graph) + 1 :]:
             later.spoil()
 
 
 class RecordedGraphBackend(BaseCudaGraphBackend):
-    """One recorded graph per shape; constructed and called as ``FullCudaGraphBackend`` is."""
+    """Backend with one recorded graph per shape; the interface is ``FullCudaGraphBackend``'s."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
 
     @property
     def graphs(self) -> dict[Any, RecordedGraph]:
-        """The graphs by their shape's key, in the order in which they were recorded."""
+        """Return the graphs by their shape's key, in the order of their recording."""
         return dict(self._graphs)
 
     @contextmanager
     def capture_session(self, stream: Any) -> Iterator[None]:  # noqa: ARG002 - SGLang's
-        """The span of ``capture_one``; in the pool of all, unless ``_pool`` was set before."""
+        """Enter the span of ``capture_one``; the pool is the common one unless ``_pool`` is set."""
         if self._pool is None:
             self._pool = get_or_create_global_graph_memory_pool(self._device_module)
         yield
@@ -108,12 +108,12 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
         self._graphs[shape_key] = graph
 
     def can_run(self, forward_batch: Any, shape_key: Any) -> bool:  # noqa: ARG002 - SGLang's
-        """Whether there is a graph of this shape."""
+        """Return True if there is a graph of this shape."""
         return shape_key in self._graphs
 
     @contextmanager
     def replay_session(self) -> Iterator[None]:
-        """Nothing is to be prepared."""
+        """Do nothing: a replay needs no preparation."""
         yield
 
     def replay(
@@ -138,7 +138,7 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
 
 
 def runner_of_decode_steps(model_runner: Any) -> DecodeCudaGraphRunner:
-    """SGLang's own, which captures decode steps as they are and compiles none."""
+    """Return SGLang's own runner, which captures decode steps as they are and compiles none."""
     releases.compile_no_decode_steps()
     return DecodeCudaGraphRunner(model_runner)
 

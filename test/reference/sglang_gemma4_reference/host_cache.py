@@ -16,7 +16,7 @@ import torch
 
 
 class LateStream(torch.cpu.Stream):
-    """A stream whose work is done, in its order, when an event after it is waited for."""
+    """Stream whose work is deferred until an event after it is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,33 +25,33 @@ class LateStream(torch.cpu.Stream):
 
     @property
     def length(self) -> int:
-        """How many pieces of work there were so far."""
+        """Return the number of pieces of work so far."""
         return self.ended + len(self._work)
 
     def add(self, work: Callable[[], None]) -> None:
-        """Do it later."""
+        """Defer a piece of work."""
         self._work.append(work)
 
     def run_until(self, length: int) -> None:
-        """Do what is left of the first ``length`` pieces of work."""
+        """Run the remaining ones of the first ``length`` pieces of work."""
         while self.ended < length:
             self._work.pop(0)()
             self.ended += 1
 
     def synchronize(self) -> None:
-        """Do all that is left."""
+        """Run all remaining work."""
         self.run_until(self.length)
 
 
 class Event(torch.cpu.Event):
-    """An event of any stream; of a late one it is over when the work before it is done."""
+    """Event of any stream; on a late stream it is complete when the work before it is done."""
 
     def __init__(self) -> None:
         self._stream: LateStream | None = None
         self._length = 0
 
     def record(self, stream: torch.cpu.Stream | None = None) -> None:
-        """After the work that the stream has so far."""
+        """Record the work that the stream has so far."""
         if stream is None:
             stream = torch.cpu.current_stream()
         self._stream = None
@@ -70,16 +70,16 @@ class Event(torch.cpu.Event):
         return True
 
     def synchronize(self) -> None:
-        """Do the work before it that is left."""
+        """Run the remaining work before this event."""
         if self._stream is not None:
             self._stream.run_until(self._length)
 
 
 class WaitingStream(torch.cpu.Stream):
-    """The stream that computes: to wait for an event is to complete it."""
+    """Stream of the computation: waiting for an event completes it."""
 
     def wait_event(self, event: Event) -> None:
-        """Complete it."""
+        """Complete the event."""
         event.synchronize()
 
 
@@ -104,12 +104,12 @@ def copy_slots(
 
 
 def plain_memory(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:
-    """Memory of the host, with nothing to register it with."""
+    """Return host memory that is not registered with a device."""
     return torch.empty(dims, dtype=dtype, device=device)
 
 
 def unpinned(make_page: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-    """What makes a page that a storage's file is read into, in memory that no GPU knows."""
+    """Return ``make_page``, the allocator of a storage's pages, without pinned memory."""
 
     @wraps(make_page)
     def make(pool: Any) -> torch.Tensor:
@@ -120,13 +120,13 @@ def unpinned(make_page: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.
 
 
 def install() -> None:
-    """Have SGLang use these instead of a GPU's streams, its memory and its kernel."""
+    """Replace a GPU's streams, memory and kernel in SGLang by these."""
     from sglang.srt.managers import cache_controller
     from sglang.srt.mem_cache import l2_transfer
     from sglang.srt.mem_cache.pool_host import base, common, mha
 
     class LateLoads(l2_transfer.L2TransferEngine):
-        """Its copies to the device are late; those to the host are made at once."""
+        """Controller whose copies to the device are late; those to the host are immediate."""
 
         def __init__(self, io_backend: str) -> None:
             super().__init__(io_backend)

@@ -1,4 +1,4 @@
-"""Operations for which a GPU's host would have to wait, detected on a CPU.
+"""Detection, on a CPU, of operations for which a GPU's host would wait.
 
 A value that travels from the device to the host stalls the host until all queued kernels have run.
 Each such read goes through one of a few PyTorch operations, or through one of a few methods of a
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-#: Their result, or its shape, is decided by values: the host waits for them.
+#: Their result, or its shape, depends on values: the host waits for them.
 READING_OPERATIONS = {
     aten._local_scalar_dense,  # item(), int(), bool(), a tensor as a slice's border or as a size
     aten.nonzero,
@@ -50,14 +50,14 @@ _COPYING_FUNCTIONS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 
 @contextmanager
 def noted(note: Callable[[str], None]) -> Iterator[None]:
-    """For the span, call ``note`` with the name of every such operation, before it runs."""
+    """Call ``note`` with the name of each such operation, before it runs, in the ``with`` block."""
     with _Functions(note), _Operations(note):
         yield
 
 
 @contextmanager
 def counted(*passed_over: str) -> Iterator[Counter[tuple[str, str]]]:
-    """How often each (operation, ``caller`` of it) comes in the span."""
+    """Count each (operation, ``caller``) in the ``with`` block."""
     seen: Counter[tuple[str, str]] = Counter()
 
     def note(kind: str) -> None:
@@ -68,7 +68,7 @@ def counted(*passed_over: str) -> Iterator[Counter[tuple[str, str]]]:
 
 
 def caller(*passed_over: str) -> str:
-    """``path:function`` of the innermost code outside of PyTorch, this file and the given ones."""
+    """Return ``path:function`` of the innermost code outside of PyTorch and the given files."""
     frame = sys._getframe(1)
     torch_home = str(Path(torch.__file__).parent)
     while frame.f_back is not None and (
@@ -118,14 +118,14 @@ class _Functions(TorchFunctionMode):
 
 
 def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Where ``Tensor.to`` moves it, or None."""
+    """Return the device that ``Tensor.to`` moves to, or None."""
     given = [kwargs.get("device"), *args[1:2]]
     return next((d for d in given if isinstance(d, (str, torch.device))), None)
 
 
 @contextmanager
 def refusing_waits(owner: Any, method: str) -> Iterator[None]:
-    """CUDA refuses every wait of the host for the device inside this method, for the span."""
+    """Let CUDA refuse every wait of the host for the device inside this method, in the block."""
     # Whichever copy of the package is under test.
     from sglang_gemma4_yoco.patched import patched
 

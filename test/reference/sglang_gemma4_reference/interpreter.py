@@ -1,4 +1,4 @@
-"""Triton's interpreter, quicker; and with types of fewer than 32 bits computed as a GPU does.
+"""A faster Triton interpreter, which computes types of fewer than 32 bits as a GPU does.
 
 Before a kernel runs, the interpreter wraps each function of ``triton.language``; once more, with
 the same outcome, before each function that the kernel calls. That is nearly half of the time.
@@ -30,7 +30,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def _converted(values: Any, given: Any, wanted: Any, *_: Any) -> Any:
-    """``values``, of the Triton type ``given``, as the bits of the type ``wanted``."""
+    """Return ``values``, of the Triton type ``given``, as the bits of the type ``wanted``."""
     bits = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     tensor = torch.from_numpy(bits.copy()).view(_TYPES[given]).to(_TYPES[wanted])
     size = tensor.element_size()
@@ -38,7 +38,7 @@ def _converted(values: Any, given: Any, wanted: Any, *_: Any) -> Any:
 
 
 def _dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
-    """``a @ b + d`` in the type of ``d``."""
+    """Return ``a @ b + d`` in the type of ``d``."""
     left, right = (
         x.data
         if x.dtype.scalar == tl.float32
@@ -57,7 +57,7 @@ def make_exact() -> None:
 
 
 class _Outermost:
-    """What the interpreter restores when the kernel has run."""
+    """Restores the interpreter's patches when the outermost kernel has run."""
 
     def __init__(self, scope: Any, wrapped: set[ModuleType]) -> None:
         self._scope = scope
@@ -86,6 +86,6 @@ def _wrapping_once(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def make_quick() -> None:
-    """Make it quick in this process, where this Triton restores what it has wrapped."""
+    """Speed up the interpreter in this process, if this Triton restores its patches."""
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _wrapping_once(interpreter._patch_lang)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def keep_pytorch() -> None:
-    """Have SGLang replace nothing."""
+    """Leave PyTorch's operations unpatched."""
     from sglang.srt import batch_invariant_ops
 
     batch_invariant_ops.enable_batch_invariant_mode = lambda *_: None

@@ -26,12 +26,12 @@ FRONT_NAMES = ("intel_xpu", "fa4")
 
 
 def triton_is_interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, so that they work on CPU tensors."""
+    """Return True if Triton kernels run in its interpreter, so that they work on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def captures(kind: str) -> bool:
-    """Whether SGLang captures ``decode`` steps, as on a GPU, or can capture a ``prefill``.
+    """Return True if SGLang captures ``decode`` steps, or can capture a ``prefill``.
 
     Raises:
         ValueError: the variable names something else.
@@ -78,7 +78,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return torch.profiler.ProfilerActivity.CPU
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Choose what a CPU needs and what a reference wants, where the operator has not."""
+        """Set defaults for a CPU and a reference, unless the operator has set the arguments."""
         # SGLang has put its own default for a CPU here by now, which Gemma 4 does not accept.
         if server_args.attention_backend not in FRONT_NAMES:
             server_args.attention_backend = "triton"
@@ -113,7 +113,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return speculation.draft_slots
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:  # noqa: ARG002 - SGLang's
-        """Keep SGLang's own worker; called before it is built, so this installs what it needs."""
+        """Return None, which keeps SGLang's worker; install the CPU's functions for it first."""
         from sglang_gemma4_reference import speculation
 
         speculation.install()
@@ -145,7 +145,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _deal_out_cores(processes: int) -> None:
-    """Give each model process cores of its own, or one core that it shares."""
+    """Assign each model process cores of its own, or one core that it shares."""
     if processes == 1:
         return
     cores = sorted(os.sched_getaffinity(0))
@@ -158,7 +158,7 @@ def _deal_out_cores(processes: int) -> None:
 
 
 def _backend(kind: str, runner: ModelRunner) -> AttentionBackend:
-    """Build the backend of this class."""
+    """Return a new backend of this class."""
     from sglang_gemma4_reference import attention
 
     attention.register_as_proven()

@@ -30,7 +30,7 @@ from sglang_gemma4_reference.recorder import RecordedGraph, Recording
 
 
 class RecordedPrefill(RecordedGraph):
-    """What all segments of one prefill do, one after another.
+    """All segments of one prefill, replayed one after another.
 
     Attributes:
         pool: the memory pool that it was recorded in; None for one of its own.
@@ -58,7 +58,7 @@ class Segment:
         self._notes: Counter[Hashable] = Counter()
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:  # noqa: ARG002 - CUDA's
-        """Capture what follows, after the segments that this capture has by now."""
+        """Capture the following operations, after the segments that this capture already has."""
         capture = breakable._current_capture_var.get()
         if capture is None:
             raise RuntimeError("a segment is recorded outside of SGLang's breakable graphs")
@@ -81,10 +81,10 @@ class Segment:
         self._recording.segments.append(self)
 
     def instantiate(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to instantiate."""
 
     def replay(self) -> None:
-        """Run it on what its tensors hold now.
+        """Run the segment on the current contents of its tensors.
 
         Raises:
             FreedMemoryError: the first one of a prefill; nothing was run.
@@ -106,13 +106,13 @@ class Segment:
 
 @contextmanager
 def recordable() -> Iterator[None]:
-    """SGLang can record prefills in the span; it uses CUDA's class, whatever the platform."""
+    """Let SGLang record prefills in the ``with`` block; it uses CUDA's class on every platform."""
     with mock.patch.object(torch.cuda, "CUDAGraph", Segment):
         yield
 
 
 def install() -> None:
-    """The same permanently, in a server's process; observers can read which batch is replayed."""
+    """Install the same permanently in a server's process; observers can read the replayed batch."""
     if issubclass(torch.cuda.CUDAGraph, Segment):
         return
     torch.cuda.CUDAGraph = Segment  # type: ignore[misc, assignment] # what it stands for

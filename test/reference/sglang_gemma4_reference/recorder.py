@@ -1,11 +1,11 @@
-"""What a CUDA graph does to the code that it records, on a CPU: operations, recorded and replayed.
+"""A stand-in for CUDA graphs on a CPU: operations, recorded and replayed.
 
 As with a CUDA graph:
 
 - A replay runs no Python of what was recorded. It reads and writes tensors where they were then; a
   weight that has been given other memory since is not followed.
 - Memory that was allocated before is not kept for the graph. When nothing else holds it any more, a
-  replay raises; a GPU would read whatever is there by then.
+  replay raises; a GPU would read arbitrary values.
 - Memory that was allocated while recording belongs to the graph. It is full of NaN (integers: of 1)
   before each replay and, but for the outputs, after it.
 - What the host cannot know while recording raises: values (``host_reads``), shapes made of values,
@@ -41,7 +41,7 @@ aten = torch.ops.aten
 _REBINDING = {aten.resize_, aten.resize_as_, aten.set_}
 # In place, but of the tensor's shape alone: later calls are recorded with the new one.
 _RESHAPING = {aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_}
-# They allocate and write nothing, so a replay leaves what was there.
+# They allocate and write nothing, so a replay leaves the memory as it was.
 _BLANK = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted),
     *(aten.new_empty, aten.new_empty_strided),
@@ -64,12 +64,12 @@ class FreedMemoryError(RuntimeError):
 
 
 def is_recording() -> bool:
-    """Whether this thread's operations are being recorded."""
+    """Return True while this thread's operations are being recorded."""
     return _recording.get() is not None
 
 
 def note(what: Hashable, count: int) -> bool:
-    """If this is recorded, count it in the graph's ``notes``; returns whether it is."""
+    """Count something in the graph's ``notes``; return False if nothing is being recorded."""
     recording = _recording.get()
     if recording is None:
         return False
@@ -78,7 +78,7 @@ def note(what: Hashable, count: int) -> bool:
 
 
 def as_one_node(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``kernel``; if this is recorded, as one node of the graph.
+    """Call ``kernel``, as one node of the graph if it is being recorded.
 
     Args:
         kernel: may read and write its arguments as it likes, on the host too. It gets all tensors
@@ -92,7 +92,7 @@ def as_one_node(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """No mode of PyTorch sees what runs in the span, which represents the device's work."""
+    """Hide the device's work in the ``with`` block from all of PyTorch's modes."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -101,7 +101,7 @@ def unseen() -> Iterator[None]:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree of lists, tuples, dictionaries and dataclasses, in its order."""
+    """Return the tensors of a tree of lists, tuples, dictionaries and dataclasses, in its order."""
     if is_dataclass(tree) and not isinstance(tree, type):
         tree = [getattr(tree, field.name) for field in fields(tree)]
     leaves = tree_leaves(tree, is_leaf=lambda node: node is not tree and is_dataclass(node))
@@ -115,7 +115,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """An id that all tensors on the same memory share, for as long as one of them lives."""
+    """Return an id that all tensors on the same memory share while one of them lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -128,7 +128,7 @@ _UNSEEN = _owners(_memory(alone := torch.empty(1))) - 1
 
 
 def _in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor on the same memory, which stays there whatever becomes of this one."""
+    """Return another tensor on the same memory, which stays there whatever becomes of this one."""
     return tensor.data
 
 
@@ -147,7 +147,7 @@ class _Foreign:
     held: int
 
     def is_let_go(self) -> bool:
-        """Whether only graphs hold it any more."""
+        """Return True if only graphs hold the memory."""
         memory = _memory(self.tensor)
         held = sum(graph.held(memory) for graph in _graphs)
         return _owners(memory) - _UNSEEN <= held
@@ -161,7 +161,7 @@ class _Call:
     outputs: tuple[torch.Tensor, ...]
 
     def again(self) -> None:
-        """Run it; its results go where they went when it was recorded."""
+        """Run the node; its results go where they went when it was recorded."""
         out = self.function(*self.args, **self.kwargs)
         for then, now in zip(self.outputs, tensors_in(out), strict=True):
             if _memory(then) != _memory(now):
@@ -174,7 +174,7 @@ _graphs: weakref.WeakSet[RecordedGraph] = weakref.WeakSet()
 
 
 class RecordedGraph:
-    """Operations on tensors, recorded once: ``torch.cuda.CUDAGraph``, for a CPU.
+    """Operations on tensors, recorded once: a CPU's ``torch.cuda.CUDAGraph``.
 
     Attributes:
         outputs: what the recorded function returned; filled by each replay.
@@ -206,17 +206,17 @@ class RecordedGraph:
         return graph
 
     def __len__(self) -> int:
-        """How many nodes a replay runs."""
+        """Return the number of nodes of a replay."""
         return len(self._calls)
 
     def held(self, memory: int) -> int:
-        """How many of its tensors use this memory, if it is not its own."""
+        """Return how many of the graph's tensors use this memory, if it is not the graph's own."""
         if memory in self._foreign:
             return self._foreign[memory].held
         return 0
 
     def undeclared(self, *declared: Any) -> list[tuple[torch.Tensor, str]]:
-        """What was captured by accident: a tensor of each foreign memory, and the call on it.
+        """Return accidental captures: a tensor of each foreign memory, and the call on it.
 
         Args:
             declared: (trees of) tensors that stay where they are for as long as the graph lives.
@@ -229,7 +229,7 @@ class RecordedGraph:
         return found
 
     def replay(self) -> None:
-        """Run it on what its tensors hold now.
+        """Run the graph on the current contents of its tensors.
 
         Raises:
             FreedMemoryError: nothing was run.
@@ -240,7 +240,7 @@ class RecordedGraph:
             self.spoil(keep=tensors_in(self.outputs))
 
     def begin(self) -> None:
-        """Before the first node of a replay: nothing lasts from the one before.
+        """Prepare a replay: nothing lasts from the one before.
 
         Raises:
             FreedMemoryError: nothing may be run.
@@ -251,13 +251,13 @@ class RecordedGraph:
             self.spoil()
 
     def run(self, first: int = 0, end: int | None = None) -> None:
-        """Run these nodes on what their tensors hold now."""
+        """Run these nodes on the current contents of their tensors."""
         with unseen(), torch.inference_mode():
             for call in self._calls[first:end]:
                 call.again()
 
     def spoil(self, keep: Iterable[torch.Tensor] = ()) -> None:
-        """Overwrite all memory of its own but that of the tensors in ``keep``."""
+        """Overwrite all memory of the graph but that of the tensors in ``keep``."""
         kept = {_memory(tensor) for tensor in keep}
         with torch.inference_mode():
             for memory, tensor in self._own.items():
@@ -277,11 +277,11 @@ class RecordedGraph:
     # -- while recording ---------------------------------------------------------------------
 
     def constant(self, tensor: torch.Tensor) -> None:
-        """Note a number of the host, which goes into a node as such."""
+        """Note a number of the host, which a node keeps as a constant."""
         self._constants[_memory(tensor)] = _in_place(tensor)
 
     def allocated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note memory of its own."""
+        """Note memory that the graph allocated."""
         for tensor in tensors:
             self._own.setdefault(_memory(tensor), _in_place(tensor))
 
@@ -293,7 +293,7 @@ class RecordedGraph:
         self._calls.append(_Call(function, args, kwargs, outputs))
 
     def _held(self, tensor: torch.Tensor, call: str) -> torch.Tensor:
-        """The node's own tensor on this memory."""
+        """Return the node's own tensor on this memory."""
         memory, here = _memory(tensor), _in_place(tensor)
         if memory in self._foreign:
             self._foreign[memory].held += 1
@@ -303,7 +303,7 @@ class RecordedGraph:
 
 
 class Recording(TorchDispatchMode):
-    """While entered, every operation of this thread becomes a node of the graph."""
+    """Mode that makes a node of the graph of every operation of this thread."""
 
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations
@@ -348,7 +348,7 @@ class Recording(TorchDispatchMode):
 
     def node(self, kernel: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Record a call of ``kernel`` as one node."""
-        span = _recording.set(None)  # what it calls in its turn is part of it
+        span = _recording.set(None)  # the kernels that it calls are part of it
         try:
             with unseen():
                 return self._note(kernel, args, kwargs, writes=True, blank=False)
@@ -369,7 +369,7 @@ class Recording(TorchDispatchMode):
 
 
 def _completed(collective: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an operation of ``c10d``, and wait for what it has begun."""
+    """Call an operation of ``c10d``, and wait for its work."""
     out = collective(*args, **kwargs)
     out[-1].wait()
     return out
@@ -390,7 +390,7 @@ def _name(function: Any) -> str:
 
 @contextmanager
 def _interpreted_kernels_as_nodes(recording: Recording) -> Iterator[None]:
-    """Have each launch of a kernel in Triton's interpreter recorded as one node."""
+    """Record each launch of a kernel in Triton's interpreter as one node."""
     try:
         from triton.runtime.interpreter import GridExecutor
     except ImportError:

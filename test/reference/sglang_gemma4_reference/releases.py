@@ -1,4 +1,4 @@
-"""SGLang's own calls that the CPU platform makes, and what differs between 0.5.22 and 0.5.23.
+"""SGLang's own calls that the CPU platform makes, and the differences of 0.5.22 and 0.5.23.
 
 No other module of this distribution asks which release is installed.
 """
@@ -31,7 +31,7 @@ def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
 
 
 def take_graphs(captures: Callable[[str], bool]) -> None:
-    """Have SGLang's machinery of CUDA graphs run on a CPU.
+    """Run SGLang's machinery of CUDA graphs on a CPU.
 
     Args:
         captures: returns, when a server starts, whether SGLang captures its own steps of this kind:
@@ -64,7 +64,7 @@ def take_graphs(captures: Callable[[str], bool]) -> None:
 
 
 def records_prefills() -> bool:
-    """Whether ``prefill_graphs`` supports this release: tried with 0.5.23."""
+    """Return True if ``prefill_graphs`` supports this release: tried with 0.5.23."""
     return _is_at_least("0.5.23")
 
 
@@ -73,7 +73,7 @@ def _is_at_least(release: str) -> bool:
 
 
 def take_host_cache() -> None:
-    """Have SGLang's hierarchical cache run on a CPU: ``host_cache`` was tried with 0.5.23."""
+    """Run SGLang's hierarchical cache on a CPU: ``host_cache`` was tried with 0.5.23."""
     if _is_at_least("0.5.23"):
         from sglang_gemma4_reference import host_cache
 
@@ -81,7 +81,7 @@ def take_host_cache() -> None:
 
 
 def as_if_compiled(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a CPU's decode steps captured, which SGLang does only where it compiles them."""
+    """Let SGLang capture a CPU's decode steps, which it does only where it compiles them."""
     from sglang.srt.runtime_context import get_flags
 
     def capture_decode_graph(*, model_runner: Any) -> Any:
@@ -96,14 +96,14 @@ def as_if_compiled(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_no_decode_steps() -> None:
-    """Have decode steps captured as they are."""
+    """Capture decode steps without compiling them."""
     from sglang.srt.runtime_context import get_flags
 
     get_flags().capture.enable_torch_compile = False
 
 
 def record_decode_steps(runner: ModelRunner) -> None:
-    """Have SGLang capture the runner's decode steps, as a server does when it starts."""
+    """Capture the runner's decode steps, as a server does when it starts."""
     import torch
     from sglang.srt.model_executor import model_runner
 
@@ -115,7 +115,7 @@ def record_decode_steps(runner: ModelRunner) -> None:
 
 
 def load_model(args: ServerArgs, rank: int) -> ModelRunner:
-    """A ``ModelRunner`` that is ready to run, made as SGLang's own benchmark of one batch does it.
+    """Return a ``ModelRunner`` that is ready to run, made as in SGLang's benchmark of one batch.
 
     The process-wide configuration and process groups are those of this runner afterwards.
     """
@@ -132,7 +132,7 @@ def load_model(args: ServerArgs, rank: int) -> ModelRunner:
 
 
 def configure_process(args: ServerArgs, rank: int = 0) -> None:
-    """Make these arguments the process's, as a server's processes do before they load a model."""
+    """Publish these arguments in this process, as a server's do before they load a model."""
     from sglang.benchmark import one_batch
     from sglang.srt import runtime_context
 
@@ -143,7 +143,7 @@ def configure_process(args: ServerArgs, rank: int = 0) -> None:
 
 
 def _forget_the_graphs_memory() -> None:
-    """SGLang keeps one pool for the graphs of a process.
+    """Drop the pool that SGLang keeps for all graphs of a process.
 
     It dies with the graphs of an engine that is gone, and PyTorch then refuses to capture into it.
     """
@@ -154,7 +154,7 @@ def _forget_the_graphs_memory() -> None:
 
 @contextmanager
 def serving(args: ServerArgs) -> Iterator[None]:
-    """The process as one of a server that was started with ``args``, for the span.
+    """Make the process one of a server that was started with ``args``, in the ``with`` block.
 
     SGLang itself resolves, checks and publishes them.
     """
@@ -169,14 +169,14 @@ def serving(args: ServerArgs) -> Iterator[None]:
 
 
 def forward_batch(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
-    """The batch as the model sees it."""
+    """Return the batch as the model sees it."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
 
 
 def placeholders(item: Any, count: int) -> list[int]:
-    """The token ids that stand for ``count`` rows of an image or sound in a prompt."""
+    """Return the token ids that stand for ``count`` rows of an image or sound in a prompt."""
     if hasattr(item, "padding_sequence"):  # 0.5.23
         ids: list[int] = item.padding_sequence(count)
         return ids
@@ -184,7 +184,7 @@ def placeholders(item: Any, count: int) -> list[int]:
 
 
 def unknown_arguments(names: Iterable[str]) -> list[str]:
-    """Those of these server arguments that this SGLang does not have."""
+    """Return those of these server arguments that this SGLang does not have."""
     from sglang.srt.server_args import ServerArgs
 
     return sorted(set(names) - set(ServerArgs.__struct_fields__))
@@ -192,7 +192,7 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
 
 @contextmanager
 def published(**arguments: Any) -> Iterator[None]:
-    """A process whose server was started with these arguments, for the span."""
+    """Publish these server arguments in the ``with`` block."""
     from sglang.srt import runtime_context
 
     with runtime_context.get_context().override_server_args(**arguments):
@@ -201,7 +201,7 @@ def published(**arguments: Any) -> Iterator[None]:
 
 @contextmanager
 def unpublished() -> Iterator[None]:
-    """A process in which no server was started, for the span."""
+    """Remove the published server arguments in the ``with`` block, as if no server was started."""
     from sglang.srt import runtime_context
 
     context = runtime_context.get_context()
@@ -213,7 +213,7 @@ def unpublished() -> Iterator[None]:
 
 
 def marks_intermediate() -> bool:
-    """Whether a forward's batch has a mark that no request finishes its prompt (0.5.23)."""
+    """Return True if a batch marks that no request finishes its prompt (SGLang 0.5.23)."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     return "contains_last_prefill_chunk" in ForwardBatch.__dataclass_fields__

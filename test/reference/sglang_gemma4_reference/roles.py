@@ -19,7 +19,7 @@ _EARLY = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 
 
 def choose(server_args: Any) -> None:
-    """Have a server with a role send and keep K and V in ordinary memory."""
+    """Send and keep K and V in ordinary memory, on a server with a role."""
     if server_args.disaggregation_mode == "null":
         return
     # Cached pages would be sent before the forward that adds to them, after a CUDA event. The
@@ -31,12 +31,12 @@ def choose(server_args: Any) -> None:
 
 
 def are_wanted() -> bool:
-    """Whether this process belongs to a server with a role."""
+    """Return True if this process belongs to a server with a role."""
     return os.environ.get(_EARLY) == "0"
 
 
 def install() -> None:
-    """Have page numbers sent as they are, and not by way of pinned memory."""
+    """Send page numbers directly, without pinned memory."""
     from sglang.srt.disaggregation.mooncake import conn
 
     conn.MooncakeKVSender.supports_host_tensor_indices = False

@@ -1,4 +1,4 @@
-"""An observer of prefill: how many rows each decoder layer of a Gemma 4 really computes.
+"""Observer of prefills: how many rows each decoder layer of a Gemma 4 computes.
 
 With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward of a
 ``Gemma4TextModel``, and every one that verifies drafts, appends one line to FILE::
@@ -39,7 +39,7 @@ replayed: ContextVar[Any] = ContextVar("replayed", default=None)
 
 @dataclass
 class Prefill:
-    """One prefill forward, or one that verifies drafts; of the latter ``extend_lens`` is one sum.
+    """One prefill forward, or one that verifies drafts, whose ``extend_lens`` is one sum.
 
     Attributes:
         mode: name of the batch's forward mode when the model was called.
@@ -71,7 +71,7 @@ class Prefill:
 
 
 def batch_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The batch that a text model is called with; a wrapper of its forward may hide the names."""
+    """Return the batch of a text model's call; a wrapper of its forward may hide the names."""
     return next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
 
 
@@ -83,7 +83,7 @@ TEXT_MODELS = (
 
 
 def when_built(call: Callable[[Any], object]) -> None:
-    """Have SGLang call this with every text model of ``TEXT_MODELS`` that this process builds."""
+    """Call ``call`` with every text model of ``TEXT_MODELS`` that this process builds."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def built(_: None, model: Any, *__: object, **___: object) -> None:
@@ -161,7 +161,7 @@ def observe(model: Any, file: str) -> None:
 
 
 class Trace:
-    """What ``observe`` records, read on as it grows."""
+    """Incremental reader of the file that ``observe`` writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -170,12 +170,12 @@ class Trace:
         self._read = 0  # bytes
 
     def prefills(self) -> list[Prefill]:
-        """All prefills so far, oldest first; none if nothing was ever recorded."""
+        """Return all prefills so far, oldest first; none if nothing was recorded yet."""
         self._read_on()
         return self._prefills
 
     def verifications(self) -> list[Prefill]:
-        """All forwards so far that verified drafts, oldest first."""
+        """Return all forwards so far that verified drafts, oldest first."""
         self._read_on()
         return self._verifications
 
@@ -192,7 +192,7 @@ class Trace:
 
 
 def load() -> None:
-    """Observe what this process builds of ``TEXT_MODELS``, if the variable names a file.
+    """Observe the models of ``TEXT_MODELS`` in this process, if the variable names a file.
 
     The entry point ``gemma4_row_trace`` of SGLang's general plugins.
     """

@@ -1,4 +1,4 @@
-"""PyTorch in the places where SGLang's speculative decoding has kernels for accelerators only.
+"""PyTorch implementations of the kernels that SGLang's speculative decoding has for accelerators.
 
 Chains of drafts alone (``--speculative-eagle-topk 1``), verified greedily: each request has its
 bonus token and D - 1 drafts after it, D tokens in all, in the order in which they follow.
@@ -12,7 +12,7 @@ import torch
 
 
 def install() -> None:
-    """Have SGLang call the functions of this module instead of its own."""
+    """Patch SGLang to call the functions of this module."""
     from sglang.srt.managers import overlap_utils
     from sglang.srt.mem_cache import allocation, memory_pool
     from sglang.srt.speculative import eagle_utils, eagle_worker_common, spec_utils
@@ -50,7 +50,7 @@ def move_nothing(
     source_slots: torch.Tensor,
     *_: Any,
 ) -> None:
-    """Stand in for the mover of K/V, which pools try out when built, and chains never need."""
+    """Replace the mover of K/V, which pools try out when built, and chains never need."""
     if not torch.equal(target_slots, source_slots):
         raise NotImplementedError("K/V of accepted drafts is moved in trees of drafts only")
 
@@ -58,7 +58,7 @@ def move_nothing(
 def leave_accepted(
     batch: Any, accept_index: torch.Tensor, num_correct_drafts: torch.Tensor, _allocator: Any
 ) -> None:
-    """Stand in for the mover of K/V of accepted drafts: those of a chain are in place already.
+    """Replace the mover of accepted drafts' K/V: those of a chain are in place already.
 
     Args:
         accept_index: [requests, n], the accepted of the batch's tokens; -1 after the last.
@@ -75,7 +75,7 @@ def leave_accepted(
 def gather_rows(
     indices: torch.Tensor, *buffers: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Rows ``indices`` of every buffer that is not None."""
+    """Return rows ``indices`` of every buffer that is not None."""
     return tuple(None if buffer is None else buffer[indices] for buffer in buffers)
 
 
@@ -87,7 +87,7 @@ def draft_slots(
     draft_token_num: int,
     **_: Any,
 ) -> torch.Tensor:
-    """Slots of the next ``draft_token_num`` tokens of each request: [requests * D] int64."""
+    """Return the slots of each request's next ``draft_token_num`` tokens: [requests * D] int64."""
     columns = start_offset[:, None] + torch.arange(draft_token_num)
     return req_to_token[req_pool_indices[:, None], columns].flatten().long()
 

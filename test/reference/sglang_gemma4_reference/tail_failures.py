@@ -1,4 +1,4 @@
-"""Failures on demand, inside the KV-shared tail of a Gemma 4 and nowhere else; and slow prefills.
+"""Failures on demand inside the KV-shared tail of a Gemma 4, and slow prefills.
 
 With ``GEMMA4_TAIL_FAILURES=FILE`` in a server's environment and a number N in FILE, every Nth
 prefill forward that computes only some of its rows in the tail raises ``InjectedError`` before the
@@ -33,7 +33,7 @@ class InjectedError(Exception):
 
 
 def so_far(file: Path) -> list[dict[str, int]]:
-    """The failures so far, by the number of the forward and the layer that raised."""
+    """Return the failures so far, as the number of the forward and the layer that raised."""
     record = file.with_name(f"{file.name}.jsonl")
     if record.exists():
         return [json.loads(line) for line in record.read_text().splitlines()]
@@ -46,7 +46,7 @@ def _pause_file(file: Path) -> Path:
 
 @contextmanager
 def slow_prefills(file: Path, seconds: float) -> Iterator[None]:
-    """Have every prefill forward wait so long first, for the span; those that wait go on then."""
+    """Delay every prefill forward by ``seconds`` in the ``with`` block, or until the block ends."""
     pause = _pause_file(file)
     pause.write_text(str(seconds))
     try:

@@ -1,4 +1,4 @@
-"""Random requests to a server, always the same for a seed, and the comparison of two answers.
+"""Random requests to a server, reproducible by seed, and the comparison of two answers.
 
 The traffic is what an operator's users send all at once: short and long prompts, shared prefixes,
 images, input and output log-probabilities, greedy and sampled answers, several answers to one
@@ -73,12 +73,12 @@ class Request:
 
     @property
     def greedy(self) -> bool:
-        """Whether all of its answer is the same on every run."""
+        """Return True if the whole answer is the same on every run."""
         return bool(self.body["sampling_params"]["temperature"] == 0)
 
     @property
     def interrupted(self) -> bool:
-        """Whether it may end before its answer does."""
+        """Return True if the request may end before its answer does."""
         return self.leaves_after is not None or self.aborted_after is not None
 
 
@@ -100,7 +100,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request got back.
+    """Answer to one request.
 
     Attributes:
         outputs: as many as were wanted; none if there was an error, or the request was interrupted
@@ -115,13 +115,13 @@ class Answer:
 
     @property
     def aborted(self) -> bool:
-        """Whether it ended early."""
+        """Return True if the answer ended early."""
         ends = {output.finish for output in self.outputs}
         return not ends or not ends.isdisjoint((None, "abort"))
 
     @property
     def begun(self) -> bool:
-        """Whether it has a first token."""
+        """Return True if the answer has a first token."""
         return bool(self.outputs and self.outputs[0].tokens)
 
 
@@ -134,7 +134,7 @@ def _random_length(draw: random.Random, longest: int) -> int:
 
 
 def random_tokens(draw: random.Random, count: int, vocabulary: int) -> list[int]:
-    """So many tokens of text."""
+    """Return ``count`` random text tokens."""
     found: list[int] = []
     for _ in range(count):
         found.append(draw.randrange(FIRST_TEXT_TOKEN, vocabulary))
@@ -142,14 +142,14 @@ def random_tokens(draw: random.Random, count: int, vocabulary: int) -> list[int]
 
 
 def picture(colour: str, size: int) -> str:
-    """A square image of one colour as a data URL."""
+    """Return a square image of one colour as a data URL."""
     file = io.BytesIO()
     Image.new("RGB", (size, size), colour).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def random_requests(count: int, *, seed: int, vocabulary: int, longest: int) -> list[Request]:
-    """``count`` requests with prompts of 1 to ``longest`` tokens, most of them short.
+    """Return ``count`` requests with prompts of 1 to ``longest`` tokens, most of them short.
 
     Args:
         seed: the same requests for the same seed.
@@ -269,7 +269,7 @@ class Client:
             return _read([latest[i] for i in sorted(latest)])
 
     def likeliest(self, prompt: Sequence[int]) -> tuple[float, float]:
-        """Log-probabilities of the two likeliest tokens after ``prompt``."""
+        """Return the log-probabilities of the two likeliest tokens after ``prompt``."""
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": False}
         answer = self.ask(Request(body | {"return_logprob": True, "top_logprobs_num": 2}))
@@ -297,7 +297,7 @@ def ask_all(
     concurrency: int,
     answered: Callable[[], object] = lambda: None,
 ) -> list[Answer]:
-    """The answers to all requests, ``concurrency`` of them under way at any time.
+    """Return the answers to all requests, with ``concurrency`` of them in flight at any time.
 
     ``answered`` is called after each answer, by one thread at a time.
     """
@@ -313,7 +313,7 @@ def ask_all(
         return list(clients.map(ask, workload))
 
 
-# -- what the server did ---------------------------------------------------------------------------
+# -- the server's forwards -------------------------------------------------------------------------
 
 ACTIVE = "active"
 SKIPPED = "active_intermediate_chunk"
@@ -323,7 +323,7 @@ NOTHING_TO_SKIP = "one new token each"
 
 
 def outcome(prefill: Prefill) -> str:
-    """The outcome of one prefill forward, by the rows that its layers computed."""
+    """Return the outcome of one prefill forward, by the rows that its layers computed."""
     total = sum(prefill.extend_lens)
     if prefill.rows[0] == 2 * total:
         return SERVED_BY_STOCK
@@ -337,12 +337,12 @@ def outcome(prefill: Prefill) -> str:
 
 
 def outcomes(prefills: Iterable[Prefill]) -> Counter[str]:
-    """The number of prefill forwards by outcome."""
+    """Return the number of prefill forwards by outcome."""
     return Counter(map(outcome, prefills))
 
 
 def read_rows(prefill: Prefill) -> int:
-    """How many rows of a forward are read, by what the scheduler put into its batch.
+    """Return how many rows of a forward are read, by the fields of the scheduler's batch.
 
     In a forward in which no prompt ends it is 0, unless a running request decodes along (one row),
     or hidden states or log-probabilities of the prompt are wanted.
@@ -359,10 +359,10 @@ def read_rows(prefill: Prefill) -> int:
 
 
 def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
-    """How many rows the last layer must compute on the fast path, neither more nor less.
+    """Return how many rows the last layer must compute on the fast path, neither more nor less.
 
     Args:
-        pays: whether a batch of so many rows, of which so many are read, is to be shortened.
+        pays: whether to shorten a batch, by its rows and the rows that are read.
     """
     total, read = sum(prefill.extend_lens), read_rows(prefill)
     if prefill.multimodal and read > len(prefill.extend_lens):
@@ -373,7 +373,7 @@ def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
 
 
 def held_tokens(client: Client) -> int:
-    """Slots of the token pools that are neither free nor the prefix cache's, once all has ended.
+    """Return the slots that neither are free nor belong to the prefix cache, with no request left.
 
     Raises:
         TimeoutError: there are still requests under way.
@@ -395,7 +395,7 @@ def held_tokens(client: Client) -> int:
 
 @dataclass
 class Comparison:
-    """How far two servers' answers to the same requests agree.
+    """Agreement of two servers' answers to the same requests.
 
     Attributes:
         answered: requests that got whole answers from the server under test.
@@ -438,7 +438,7 @@ def compare(
 
 
 def tokens_before_parting(one: Sequence[T], other: Sequence[T]) -> int:
-    """How many tokens two answers have in common from their beginning on."""
+    """Return the length of two answers' common prefix, in tokens."""
     same = 0
     for mine, yours in zip(one, other, strict=False):
         if mine != yours:
@@ -448,7 +448,7 @@ def tokens_before_parting(one: Sequence[T], other: Sequence[T]) -> int:
 
 
 def is_close_call(likeliest: tuple[float, float]) -> bool:
-    """Whether the likeliest token could be another one on the next run; not if either is NaN."""
+    """Return True if rounding could change the likeliest token; False if either is NaN."""
     best, second = likeliest
     return best - second <= CLOSE_CALL
 
@@ -507,7 +507,7 @@ def _compare_greedy(
 
 
 def _compare_sampled(request: Request, stock: Output, tested: Output, result: Comparison) -> None:
-    """The two likeliest first tokens; all others depend on what was drawn before."""
+    """Compare the two likeliest first tokens; all others depend on the sampled ones before."""
     wanted = request.body["sampling_params"]["max_new_tokens"]
     if not request.interrupted and len(tested.tokens) != wanted:
         raise _DifferentError(f"{len(tested.tokens)} of {wanted} sampled tokens")

@@ -1,4 +1,4 @@
-"""What a forward costs the host besides its layers: everything it reads is read once.
+"""The host's overhead of a forward besides its layers: everything it reads is read once.
 
 On a GPU the host decides how long a short prompt takes, and between the plan and the first layer
 nothing is queued: time lost there makes the answer later.
@@ -37,7 +37,7 @@ NOTHING_TO_SKIP = batch_of((5, 1), (0, 1))
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_fast_forward_opens_no_file(engine: Engine, name: str) -> None:
-    """From its planning to its logits, and imports nothing; on Triton: ``triton/test_planning``."""
+    """No file is opened and nothing imported from planning to logits; Triton: ``test_planning``."""
     scheduled = engine.schedule(BATCHES[name])
     seen = {}
     for switched in ("0", "1", "0", "1"):
@@ -61,15 +61,15 @@ def test_the_gate_runs_once(engine: Engine, name: str) -> None:
     assert ran.call_count == 1
 
 
-# ---------------------------------------------------------------- what travels to the device
+# ---------------------------------------------------------------- copies to the device
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_all_that_the_host_knows_travels_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """One copy to the device. Nothing is computed there that is known already; lengths are made
-    of the batch's own type there, all at once."""
+    """All values reach the device in one copy. It recomputes no known value; lengths are cast
+    there to the batch's type, all at once."""
     forward_batch = releases.forward_batch(engine.schedule(BATCHES[name]), engine.runner)
     copied: list[tuple[Any, ...]] = []
     stock = torch.Tensor.to
@@ -86,7 +86,7 @@ def test_all_that_the_host_knows_travels_at_once(
     names = [name for name, _ in ran.calls]
     assert {"cumsum", "sub", "arange", "ones_like"}.isdisjoint(names)
     assert names.count("_to_copy") == 1
-    # Else Triton compiles a kernel anew in the middle of a forward.
+    # Else Triton compiles another kernel in the middle of a forward.
     for name in ("extend_seq_lens", "extend_prefix_lens", "extend_start_loc"):
         column = tail.fields[name]
         assert isinstance(column, torch.Tensor)
@@ -95,11 +95,11 @@ def test_all_that_the_host_knows_travels_at_once(
     assert names.count("index_select") == (1 if tail.decodes else 2)
 
 
-# ---------------------------------------------------------------- what is built at start
+# ---------------------------------------------------------------- built at start
 
 
 def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
-    """For few rows and for many: SGLang takes another kernel from 257 rows on."""
+    """They are compiled for few rows and for many: SGLang uses another kernel from 257 rows on."""
     with mock.patch.object(
         gemma4, "compute_keys_and_values", wraps=gemma4.compute_keys_and_values
     ) as projected:
@@ -125,11 +125,11 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
     assert_fast(engine)
 
 
-# ---------------------------------------------------------------- what a reader must follow
+# ---------------------------------------------------------------- size of the call tree
 
 
 def test_a_cut_prefill_enters_few_functions_of_the_package(engine: Engine) -> None:
-    """On Triton one more, which allocates windows: there are at most 65."""
+    """It enters at most 65 functions; on Triton one more, which allocates windows."""
     entered = functions_entered(engine, TWO_PROMPTS)
     assert outcomes() == {counters.TAIL_EAGER: 2}
     assert len(entered) <= 64, sorted(entered)

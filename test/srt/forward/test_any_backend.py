@@ -1,4 +1,4 @@
-"""The tail on a backend of its own beside a server's backend that no tail may run on.
+"""The tail on a backend of its own, on a server whose backend no tail may run on.
 
 Here both compute in PyTorch; ``triton/test_any_backend_triton`` has SGLang's Triton for the tail.
 """
@@ -40,7 +40,7 @@ def started(checkpoint: Path, **arguments: Any) -> Engine:
 
 @pytest.fixture(scope="module", params=["alone", "hybrid"])
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
-    """By itself with pages of 64 tokens; the hybrid's are of 128, where SGLang requires them."""
+    """Return an engine with pages of 64 tokens; the hybrid's are of 128, as SGLang requires."""
     alone = {"page_size": 64, "cuda_graph_bs_decode": [2]}
     hybrid = {"attention_backend": None} | SPLIT
     return started(tiny_checkpoint, **(alone if request.param == "alone" else hybrid))
@@ -54,7 +54,7 @@ def no_tail_on_main() -> Iterator[None]:
 
 @contextmanager
 def begun_anew(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
-    """What the span changes is undone, and the attention backends are built again."""
+    """Build the attention backends again, and undo the test's patches."""
     with pytest.MonkeyPatch.context() as changed:
         yield changed
     engine.runner.init_attention_backends()
@@ -70,7 +70,7 @@ def test_forwards(engine: Engine, name: str) -> None:
 
 
 def test_both_are_named(engine: Engine) -> None:
-    """As the log has it, and /server_info."""
+    """The log and /server_info name both backends."""
     main = type(engine.runner.attn_backend).__name__
     named = f"attention by {main}, the tail's by WindowedTorchNativeBackend"
     assert named in state_of(engine).describe()
@@ -100,7 +100,7 @@ def out_of_memory(_: Any) -> Any:
 def test_without_a_backend_of_its_own_the_tail_runs_on_none(
     engine: Engine, build: Callable[[Any], Any]
 ) -> None:
-    """Neither could be built, or what is registered is of no kind for a tail."""
+    """The tail runs on none if neither could be built, or the registered one suits no tail."""
     with begun_anew(engine) as broken:
         broken.setitem(ATTENTION_BACKENDS, "triton", build)
         if type(engine.runner.attn_backend) is HybridAttnBackend:
@@ -116,7 +116,7 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
 
 
 def named(path: str) -> type:
-    """A backend of this name of SGLang's, which computes what the reference does."""
+    """Return a backend class under one of SGLang's names, with the reference's computation."""
     module, _, name = path.rpartition(".")
     return type(name, (FrontBackend,), {"__module__": module})
 
@@ -126,7 +126,7 @@ TAILLESS = (backends.TRTLLM, backends.FA, backends.XPU)
 
 @pytest.mark.parametrize("kind", [FrontBackend, *map(named, TAILLESS)])
 def test_the_published_helper_looks_at_the_current_backend(engine: Engine, kind: type) -> None:
-    """What it cuts is planned on that one."""
+    """The batch that it cuts is planned on the current backend."""
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     for backend, eligible in (
         (attention_of(engine).main, False),
@@ -137,7 +137,7 @@ def test_the_published_helper_looks_at_the_current_backend(engine: Engine, kind:
             assert engine.text_model._yoco_eligibility(batch) is eligible
 
 
-# ---------------------------------------------------------------- servers that are refused
+# ---------------------------------------------------------------- refused servers
 
 
 def test_pools_that_are_laid_out_by_heads(

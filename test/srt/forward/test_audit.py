@@ -56,7 +56,7 @@ def test_one_of_so_many_that_are_cut(engine: Engine) -> None:
 
 @MARKS_CHUNKS
 def test_both_chunks_of_steady_prompts_are_audited(engine: Engine) -> None:
-    """Though every fourth forward is a second chunk."""
+    """Both are, though every fourth forward is a second chunk."""
     prompts, seen = batch_of((0, 40), to_come=tuple(range(50, 71))), Counter[tuple[int, ...]]()
     with audited(engine, every=4):
         for _ in range(9):
@@ -86,17 +86,17 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
     assert counts() == (1, 1)
 
 
-# ---------------------------------------------------------------- what differs
+# ---------------------------------------------------------------- differences
 
 
 def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tail's output is another one; K and V are as they should be."""
+    """Corrupt the tail's output; K and V stay correct."""
     stock = gemma4.run_tail
     monkeypatch.setattr(gemma4, "run_tail", lambda *args: -stock(*args))
 
 
 def _another_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row is: in a batch with input log-probabilities not the last one of a request."""
+    """Corrupt one row: with input log-probabilities, not a request's last one."""
     stock = gemma4.run_tail
 
     def run_tail(*args: Any) -> torch.Tensor:
@@ -108,7 +108,7 @@ def _another_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock's K and V, which are in the same slots by then, do not pass for the fast path's."""
+    """Write no K and V: stock's, which are in the same slots by then, must not pass for them."""
     monkeypatch.setattr(cut, "write_keys_and_values", lambda *_: None)
 
 
@@ -181,13 +181,13 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
         assert found == {"agree": 1, "differ": 1}
 
 
-# ---------------------------------------------------------------- what fails
+# ---------------------------------------------------------------- failures
 
 
 def test_an_audit_that_fails_on_and_on_leaves_keys_and_values(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Out of memory in its own K and V, and again when they are compared: none is missing."""
+    """K and V are complete after running out of memory for their copy, and for the comparison."""
     scheduled = engine.schedule(TWO_PROMPTS)
     stock = run(engine, scheduled, "0")
     made, calls = gemma4.compute_keys_and_values, list[int]()
@@ -211,7 +211,7 @@ def test_an_audit_that_fails_on_and_on_leaves_keys_and_values(
 
 
 def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
-    """The stock forward may run in the memory that holds the fast one's output."""
+    """The stock forward may reuse the memory of the fast one's output."""
     scheduled = engine.schedule(TWO_PROMPTS)
     with audited(engine) as state, switched("1"), pytest.MonkeyPatch.context() as patched:
         audit_it = state.after_cut
@@ -257,7 +257,7 @@ def test_a_forward_that_compares_itself(engine: Engine) -> None:
 def test_none_where_tables_are_rewritten_meanwhile(
     engine: Engine, setting: Callable[..., None], said: Callable[..., list[str]]
 ) -> None:
-    """An audit plans attention once more, in the forward; SGLang may write to its tables then."""
+    """An audit plans attention again within the forward; SGLang may write to its tables then."""
     setting(audit=1)
     early = TRTLLMHAAttnBackend.__new__(TRTLLMHAAttnBackend)
     hybrid = HybridAttnBackend.__new__(HybridAttnBackend)

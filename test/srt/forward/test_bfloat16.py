@@ -76,7 +76,7 @@ def _nothing_else_fell_back() -> Iterator[None]:
 
 
 def answers(seen: Observed) -> torch.Tensor:
-    """Log-probabilities of the token after each prompt: [prompts, vocab]."""
+    """Return log-probabilities of the token after each prompt: [prompts, vocab]."""
     assert seen.hidden is not None
     assert seen.hidden.dtype is torch.bfloat16
     logprobs: torch.Tensor = seen.output.next_token_logits.float().log_softmax(-1)
@@ -84,14 +84,14 @@ def answers(seen: Observed) -> torch.Tensor:
 
 
 def both_ways(engine: Engine, name: str) -> tuple[Observed, Observed]:
-    """The stock forward and the fast one, whose rows are as they must be."""
+    """Return the stock forward and the fast one, whose rows are asserted."""
     stock, fast = assert_fast(engine, ALL[name], tolerance=math.inf)
     assert {k.dtype for k, _ in fast.kv} == {torch.bfloat16}
     return stock, fast
 
 
 def all_answers(engine: Engine, switch: str, rounding: int | None = None) -> torch.Tensor:
-    """To all prompts: [prompts, vocab]; with ``rounding``, by stock that rounds otherwise."""
+    """Return all answers, [prompts, vocab]; with ``rounding``, those of a perturbed stock."""
     found = []
     for prompts in ALL.values():
         scheduled = engine.schedule(prompts)
@@ -102,7 +102,7 @@ def all_answers(engine: Engine, switch: str, rounding: int | None = None) -> tor
 
 @pytest.fixture(scope="module")
 def rounded(engine: Engine) -> list[torch.Tensor]:
-    """Stock's answers when it rounds otherwise, four times."""
+    """Return four answers of stock with perturbed rounding."""
     found: list[torch.Tensor] = []
     for rounding in range(4):
         found.append(all_answers(engine, "0", rounding))
@@ -110,7 +110,7 @@ def rounded(engine: Engine) -> list[torch.Tensor]:
 
 
 def test_answers(engine: Engine, oracle: Any, model: str, rounded: list[torch.Tensor]) -> None:
-    """All prompts together: of a few alone the errors vary too much."""
+    """All prompts are judged together: the errors of a few vary too much."""
     stock, fast, want = [], [], []
     for name, prompts in ALL.items():
         one, other = both_ways(engine, name)

@@ -1,4 +1,4 @@
-"""The captured tail on the ModelRunner: when it is replayed, what it must give, how it is let go.
+"""The captured tail on the ModelRunner: when it is replayed, its output, and its release.
 
 What is captured are operations on a CPU (``recorder``). A replay runs no Python of the layers: rows
 and modules of the tail are not seen, which shows that it ran. On Triton: ``test_hard_batches``.
@@ -66,13 +66,13 @@ TOO_MANY = batch_of((0, 9), (3, 5), (40, 2), (0, 33), (7, 1))
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
-    """The engine of other tests, whose graphs may be captured."""
+    """Return the engine of other tests, whose graphs may be captured."""
     return Engine(tiny_checkpoint, **ENGINE, cuda_graph_bs_decode=[MOST])
 
 
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
-    """The engine's captured tail; after a test that lets it go it is captured anew."""
+    """Return the engine's captured tail; it is captured again after a test that releases it."""
     captured = get_state(engine.text_model).captured
     if isinstance(captured, TailGraphs):
         return captured
@@ -81,7 +81,7 @@ def tail(engine: Engine) -> TailGraphs:
 
 @pytest.fixture
 def known(engine: Engine) -> Iterator[ModelState]:
-    """What is known of the engine's model; its tail is eager before the test, and after it."""
+    """Yield the engine's model state; the tail is eager before and after the test."""
     state = get_state(engine.text_model)
     lifecycle.drop_tail(state, lifecycle.NOT_YET)
     yield state
@@ -92,19 +92,19 @@ assert_replayed = partial(assert_fast, replays=True)
 
 
 def why_eager(engine: Engine) -> str:
-    """Why its tail is not captured, as /server_info has it."""
+    """Return the reason in /server_info why the tail is not captured."""
     reported = get_state(engine.text_model).report.tail
     assert reported is not None
     assert reported.startswith("eager (")
     return reported[len("eager (") : -1]
 
 
-# ---------------------------------------------------------------- what must not be replayed
+# ---------------------------------------------------------------- graphs that must not be replayed
 
 
 @contextmanager
 def rows_swapped_in_graphs(static_input: str) -> Iterator[None]:
-    """What is captured in the span takes one of its inputs from another row."""
+    """Swap rows of one input in graphs captured in the ``with`` block."""
     run_layers = graphs.run_layers
     field = {"requests": "req_pool_indices", "lengths": "seq_lens"}.get(static_input)
 
@@ -127,11 +127,11 @@ def rows_swapped_in_graphs(static_input: str) -> Iterator[None]:
 def test_a_graph_that_takes_a_row_for_another_is_not_used(
     engine: Engine, known: ModelState, said: Callable[..., list[str]], static_input: str
 ) -> None:
-    """Of several prompts: a user would get an answer from another one's words, or length."""
+    """With several prompts, a user would get an answer to another prompt, or at another length."""
     with rows_swapped_in_graphs(static_input), pytest.raises(AssertionError):
-        record_tail(engine, MOST)  # which wants graphs for so many rows
+        record_tail(engine, MOST)  # which needs graphs for these row counts
     assert isinstance(known.captured, TailGraphs)
-    assert known.captured.rows == (1,)  # in which nothing is swapped
+    assert known.captured.rows == (1,)  # without swapped rows
     for rows, line in zip((2, 4), said(logging.ERROR), strict=True):
         assert f"the tail captured for {rows} rows differs" in line
     assert_fast(engine, TWO_PROMPTS)
@@ -141,7 +141,7 @@ def test_a_graph_that_takes_a_row_for_another_is_not_used(
 def test_one_graph_that_rounds_otherwise(
     engine: Engine, known: ModelState, said: Callable[..., list[str]], is_own: bool
 ) -> None:
-    """The next larger one is replayed in its place, and was compared with as much padding."""
+    """The next larger graph is replayed instead, and was compared with as much padding."""
     stock, compared = tail_graphs.compare_graph, dict[int, tuple[int, ...]]()
 
     def compare(tail: TailGraphs, runner: Any, size: int) -> list[rounding.Difference]:
@@ -167,12 +167,12 @@ def test_one_graph_that_rounds_otherwise(
     assert outcomes() == {counters.TAIL_CAPTURED: 1}
 
 
-# ---------------------------------------------------------------- what is replayed
+# ---------------------------------------------------------------- replays
 
 
 @contextmanager
 def watched_replays(tail: TailGraphs) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Yields what lay in a graph's static inputs, for each replay of the span."""
+    """Yield the contents of a graph's static inputs, for each replay in the ``with`` block."""
     seen: list[dict[str, torch.Tensor]] = []
     replay = tail.captured.replay
 
@@ -188,9 +188,9 @@ def watched_replays(tail: TailGraphs) -> Iterator[list[dict[str, torch.Tensor]]]
 def test_one_row_of_each_request(
     engine: Engine, tail: TailGraphs, requests: int, size: int
 ) -> None:
-    """By the smallest graph with room; with windows of 32, some see all of their keys.
+    """The smallest graph with room is replayed; windows of 32 cover all keys of some requests.
 
-    Three are padded to four: whatever an earlier batch has left in that row is not read.
+    Three are padded to four: an earlier batch's values in that row are not read.
     """
     prompts = batch_of((0, 40), (5, 3), (90, 1), (33, 20))[:requests]
     assert_replayed(engine, prompts)
@@ -223,7 +223,7 @@ def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Pr
 
 
 def test_a_replay_enters_few_functions_of_the_package(engine: Engine, tail: TailGraphs) -> None:
-    """In one file more than an eager tail: ``captured/graphs.py`` is not a part of the core."""
+    """It enters one file more than an eager tail: ``captured/graphs.py`` is outside the core."""
     entered = functions_entered(engine, TWO_PROMPTS)
     assert outcomes() == {counters.TAIL_CAPTURED: 2}
     assert len(entered) <= 64, sorted(entered)
@@ -243,7 +243,7 @@ def test_its_graphs_have_a_memory_pool_of_their_own(engine: Engine, known: Model
 
 @pytest.fixture
 def buffers(engine: Engine, known: ModelState) -> Iterator[Callable[[], list[str]]]:
-    """The names of what the tail's backend has allocated for graphs and planned, if anything.
+    """Yield a function that names the buffers that the tail's backend has allocated and planned.
 
     As backends do that plan; the CPU's own does neither.
     """
@@ -275,7 +275,7 @@ def buffers(engine: Engine, known: ModelState) -> Iterator[Callable[[], list[str
 def test_nothing_is_held_of_a_tail_that_is_let_go(
     engine: Engine, buffers: Callable[[], list[str]], anew: bool
 ) -> None:
-    """At once: nothing waits for Python's cyclic GC, which does not track GPU memory."""
+    """All memory is released at once: Python's cyclic GC does not track GPU memory."""
     known = get_state(engine.text_model)
     held = [weakref.ref(record_tail(engine, MOST))]
     assert isinstance(known.captured, TailGraphs)
@@ -340,7 +340,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
 
 
 def test_norms_that_add_in_place(engine: Engine, known: ModelState) -> None:
-    """As their CUDA kernel does: the layers must add into a copy of the static rows.
+    """Their CUDA kernel does so: the layers must add into a copy of the static rows.
 
     A graph is compared with the same inputs twice, and would find them changed.
     """
@@ -353,7 +353,7 @@ def test_norms_that_add_in_place(engine: Engine, known: ModelState) -> None:
 def test_no_mask_for_drafts_is_allocated(
     engine: Engine, known: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang allocates one for the verification of drafts, of a size with the context's length."""
+    """SGLang allocates one for draft verification, whose size depends on the context length."""
     tail, seen = attention_of(engine).tail, list[int | None]()
     allocate = tail.init_cuda_graph_state
 
@@ -372,7 +372,7 @@ def test_no_mask_for_drafts_is_allocated(
 
 
 def test_captured_in_inference_mode(engine: Engine, known: ModelState) -> None:
-    """As SGLang does for new weights; its forwards need not be in that mode."""
+    """SGLang captures in inference mode after a weight update; its forwards may run without it."""
     with torch.inference_mode():
         record_tail(engine, MOST)
     assert_replayed(engine, TWO_PROMPTS)
@@ -382,7 +382,7 @@ def test_captured_in_inference_mode(engine: Engine, known: ModelState) -> None:
 def test_garbage_is_not_collected_during_a_capture(
     engine: Engine, known: ModelState, monkeypatch: pytest.MonkeyPatch, collects: bool
 ) -> None:
-    """As in SGLang's own captures, unless --enable-cudagraph-gc is set."""
+    """SGLang's own captures disable the collector too, unless --enable-cudagraph-gc is set."""
     frozen, seen, stock = [False], list[bool](), Bucket._run
 
     def run(bucket: Bucket) -> torch.Tensor:
@@ -411,7 +411,7 @@ def test_rows_that_are_captured(
     requests: int,
     rows: tuple[int, ...],
 ) -> None:
-    """No more than the operator wants, nor than requests can run at a time."""
+    """The maximum is the operator's, and the number of requests that can run at a time."""
     setting(graph_rows=wanted)
     pool = SimpleNamespace(**vars(engine.runner.req_to_token_pool) | {"size": requests})
     with monkeypatch.context() as other:
@@ -422,7 +422,7 @@ def test_rows_that_are_captured(
             assert known.captured.rows == rows
 
 
-# ---------------------------------------------------------------- what a graph reads
+# ---------------------------------------------------------------- inputs of a graph
 
 
 def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
@@ -438,7 +438,7 @@ def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> No
         assert len(graph.undeclared(without_rows, planned)) == 1
 
 
-# ---------------------------------------------------------------- it proves itself
+# ---------------------------------------------------------------- proofs
 
 
 def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: TailGraphs) -> None:
@@ -448,7 +448,7 @@ def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: Tai
 
 
 def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> None:
-    """So that a key more or less in a window shows."""
+    """Its prompts exceed the window, so that a window one key off is found."""
     reached, stock = [], tail_graphs.run_eagerly
 
     def run_eagerly(replay: graphs.Replay) -> torch.Tensor:
@@ -466,7 +466,7 @@ def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> 
 def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
     engine: Engine, known: ModelState
 ) -> None:
-    """They have captured theirs, and wait in its collectives for this one."""
+    """The other ranks have captured theirs, and wait in its collectives for this one."""
     with (
         mock.patch.object(Bucket, "_run", side_effect=InjectedError),
         mock.patch.object(compat.server, "is_single_rank", return_value=False),
@@ -482,7 +482,7 @@ def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
 
 
 def reason(engine: Engine) -> str:
-    """Why the tail is eager after SGLang has captured its graphs."""
+    """Return why the tail is eager after SGLang has captured its graphs."""
     state = get_state(engine.text_model)
     runner_setup.set_up(engine.runner, state)
     assert state.captured is None
@@ -491,7 +491,7 @@ def reason(engine: Engine) -> str:
 
 @pytest.fixture
 def can_be_captured(known: ModelState) -> Iterator[None]:
-    """SGLang has captured decode steps, and but for the test's reason the tail could be."""
+    """Let SGLang capture decode steps, and the tail be capturable but for the test's reason."""
     with mock.patch.object(compat.decode_graphs, "get_captured_steps", return_value=mock.Mock()):
         yield
 
@@ -513,7 +513,7 @@ REFUSED_ARGUMENTS = (
 def test_decode_steps_in_graphs_of_another_kind(
     engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """What is captured in pieces runs Python between them."""
+    """Piecewise graphs run Python between the pieces."""
     config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
     steps = object.__new__(DecodeCudaGraphRunner)
     with monkeypatch.context() as other, arguments_are(cuda_graph_config=config):
@@ -523,7 +523,7 @@ def test_decode_steps_in_graphs_of_another_kind(
 
 @contextmanager
 def arguments_are(**given: Any) -> Iterator[None]:
-    """The server has these arguments, and else its own."""
+    """Set these server arguments in the ``with`` block."""
     stock = compat.server.read_argument
     argument = lambda name: given.get(name) or stock(name)  # noqa: E731
     with mock.patch.object(compat.server, "read_argument", argument):
@@ -563,7 +563,7 @@ class TestReasons:
     @pytest.mark.usefixtures("known")
     @pytest.mark.parametrize("part", ["", ".full_kv_pool", ".swa_kv_pool"])
     def test_prefixes_that_are_loaded_while_layers_run(self, engine: Engine, part: str) -> None:
-        """By whom ever: no argument says so."""
+        """No server argument tells that layers' prefixes may be loaded while others run."""
         pool = operator.attrgetter(f"token_to_kv_pool{part}")(engine.runner)
         with patched(pool, layer_transfer_counter=object()):
             assert reason(engine) == lifecycle.LOADED_MEANWHILE
@@ -574,7 +574,7 @@ def test_sglang_has_the_refused_arguments() -> None:
 
 
 def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGraphs) -> None:
-    """The graph was captured with them, and those in its memory are of the batch before."""
+    """The graph was captured with them; its memory still has those of the batch before."""
     run(engine, engine.schedule(BATCHES["one prompt"]), "1")
     scheduled, model = engine.schedule(TWO_PROMPTS), type(engine.text_model)
     reset_log()

@@ -1,4 +1,4 @@
-"""While SGLang captures or compiles, the forward is SGLang's own.
+"""SGLang's own forward while SGLang captures or compiles.
 
 What is captured is replayed for other batches without any Python, so nothing of the fast path may
 get into it. That batches are refused while SGLang captures: ``unit/test_gate``.
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
 def test_a_forward_that_is_compiled(engine: Engine) -> None:
-    """Nothing is decided, nor counted, while PyTorch traces it."""
+    """Nothing is decided or counted while PyTorch traces it."""
     scheduled = engine.schedule(TWO_PROMPTS)
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
         seen = run(engine, scheduled, "1")
@@ -39,7 +39,7 @@ def test_a_forward_that_is_compiled(engine: Engine) -> None:
 
 
 def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
-    """Where ``torch.compile(fullgraph=True)`` traces a model that prefills are cut of."""
+    """``torch.compile(fullgraph=True)`` traces a model whose prefills are cut."""
 
     def stock(_: Any, ids: torch.Tensor, positions: torch.Tensor, __: Any) -> torch.Tensor:
         return ids * 2 + positions
@@ -52,7 +52,7 @@ def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
     torch._dynamo.reset()
 
 
-# ---------------------------------------------------------------- what SGLang replays wrongly
+# ---------------------------------------------------------------- wrong replays of SGLang's
 
 
 def test_copied_positions_beside_prefill_graphs(
@@ -61,7 +61,7 @@ def test_copied_positions_beside_prefill_graphs(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server falls back to stock, and logs that SGLang's replays are wrong and what to do."""
+    """The server falls back to stock; the log names SGLang's wrong replays and the remedy."""
     monkeypatch.setenv(compat.server.POSITIONS_VARIABLE, "1")
     with caplog.at_level("INFO", log.logger.name):
         prefills = PhaseConfig(backend=Backend.BREAKABLE, bs=[4, 8])

@@ -1,4 +1,4 @@
-"""The check at start, proofs and audits find defects, and no others, on three kinds of models.
+"""The check at start, proofs and audits on three kinds of models: all defects, no false alarm.
 
 ``scripts/bench/bench_checks.py`` has hundreds.
 """
@@ -55,7 +55,7 @@ MODELS: dict[str, Gemma4Shape] = {
 def captured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    """With the tail captured."""
+    """Yield the engine with its tail captured."""
     shape = MODELS[request.param]
     path = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
     engine = Engine(path, **(ENGINE | {"dtype": shape.dtype}), cuda_graph_bs_decode=[1, 2, 4])
@@ -63,7 +63,7 @@ def captured(
         yield engine
 
 
-ENOUGH = 4  # times its bound: so far off is everything that is broken
+ENOUGH = 4  # every breakage's error is this multiple of its bound
 
 
 def tail_of(engine: Engine) -> TailGraphs:
@@ -80,7 +80,7 @@ def test_what_is_right_agrees(captured: Engine) -> None:
 
 
 def ways_without_place(engine: Engine) -> set[str]:
-    """The breakages that this model has no place for: of its donor's window, if that has none."""
+    """Return the breakages that do not apply to this model: of its donor's window, without one."""
     donor = get_state(engine.text_model).tail_layers[0].self_attn.attn
     if compat.attention.count_keys_in_window(donor) > 0:
         return set()
@@ -102,7 +102,7 @@ def test_what_is_broken_is_found(captured: Engine) -> None:
 
 
 def test_a_captured_tail_is_replayed(captured: Engine) -> None:
-    """Once on stock's rows, and once as it serves; a replay runs no Python."""
+    """It is replayed once on stock's rows, and once as in service; a replay runs no Python."""
     assert tail_of(captured).rows[-1] >= REQUESTS
     with counted(captured) as forwards:
         assert checked(captured).agrees
@@ -118,7 +118,7 @@ def test_a_captured_tail_is_replayed(captured: Engine) -> None:
 def test_a_captured_tail_that_is_not_replayed(
     captured: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is known of it then."""
+    """Nothing is known of a tail that is not replayed."""
 
     def plan_eagerly(bucket: Bucket, batch: Any, *_: Any) -> EagerTail:
         return make_eager_tail(bucket.state, batch, stand_ins.tail_of(batch))
@@ -128,7 +128,7 @@ def test_a_captured_tail_that_is_not_replayed(
 
 
 def test_a_right_graph_is_not_dropped(captured: Engine) -> None:
-    """Full, and with as much padding as there can be."""
+    """A right graph stays, full and with the most padding there can be."""
     tail = tail_of(captured)
     rows = tail.rows
     assert rows == (1, 2, 4, 8, 16, 32)
@@ -150,7 +150,7 @@ BATCHES = {
 
 
 def test_audits_of_random_traffic(captured: Engine) -> None:
-    """No false alarm, however the tail runs, and also where norms add in place."""
+    """There is no false alarm, however the tail runs, and also if norms add in place."""
     draws, vocabulary = random.Random(0), captured.text_model.config.vocab_size
     with audited(captured), switched("1"):
         for number in range(16):
@@ -165,7 +165,7 @@ def test_audits_of_random_traffic(captured: Engine) -> None:
 
 
 def test_rows_that_round_otherwise(captured: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As kernels for few rows do on a GPU. The logits that SGLang makes of them are in fp32."""
+    """A GPU's kernels for few rows round so. SGLang's logits are computed from them in fp32."""
     stock, draw = cut.run_prefill, torch.Generator().manual_seed(0)
 
     def prefill(state: Any, plan: Any, *args: Any) -> Any:
@@ -182,7 +182,7 @@ def test_rows_that_round_otherwise(captured: Engine, monkeypatch: pytest.MonkeyP
         for batch in BATCHES.values():
             scheduled = captured.schedule(batch)
             captured.forward(scheduled)
-            # Nor do they hide what is broken.
+            # Nor do they hide defects.
             with BREAKAGES["scattered one row off"](get_state(captured.text_model)):
                 captured.forward(scheduled)
     assert counts() == (2, 2)
@@ -192,7 +192,7 @@ CHUNK = "an intermediate chunk"
 
 
 def _shows(way: str, batch: str) -> bool:
-    """Whether a forward of such a batch runs the broken code."""
+    """Return True if a forward of such a batch runs the broken code."""
     if batch == CHUNK:
         return way.startswith(("keys", "values", "chunks"))
     of_chunks = way.startswith("chunks")
@@ -201,7 +201,7 @@ def _shows(way: str, batch: str) -> bool:
 
 @pytest.mark.parametrize("batch", [*BATCHES, CHUNK])
 def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
-    """On the batch that is served; the client gets what stock answers."""
+    """The audit finds it in the served batch, and the client gets stock's answer."""
     scheduled = captured.schedule(BATCHES["replayed" if batch == CHUNK else batch])
     stock, state = run(captured, scheduled, "0"), get_state(captured.text_model)
     for way in (way for way in BREAKAGES if _shows(way, batch)):

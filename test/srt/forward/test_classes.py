@@ -1,4 +1,4 @@
-"""Somebody else's code where rows pass: it refuses the server, by name, unless it is trusted.
+"""Third-party code on the path of rows: it refuses the server, by name, unless it is trusted.
 
 On SGLang's ModelRunner, whose attention backends are built anew: then a server decides.
 ``server/test_foreign_code`` has what users see of it.
@@ -38,7 +38,7 @@ Foreign = Callable[[Engine], AbstractContextManager[object]]
 
 
 def wrapped(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Their wrapper, which calls itself by the name of what it wraps."""
+    """Return a third-party wrapper, named after the function that it wraps."""
 
     @functools.wraps(stock)
     def theirs(*args: Any, **kwargs: Any) -> Any:
@@ -48,29 +48,29 @@ def wrapped(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def passed_on(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Their hook around a method."""
+    """Return the result of a method: a third-party hook around it."""
     return forward(*args, **kwargs)
 
 
 def seen(*_: Any, **__: Any) -> None:
-    """Their hook that changes nothing."""
+    """Third-party hook that changes nothing."""
 
 
 def copied(rows: torch.Tensor) -> torch.Tensor:
-    """Their function of rows."""
+    """Third-party function of rows."""
     return rows.clone()
 
 
 class Callback:
-    """Their object, which can be called."""
+    """Third-party callable object."""
 
     def __call__(self, *_: Any) -> None:
-        """See what a module has returned."""
+        """Accept a module's output."""
 
 
 @contextmanager
 def another_class(part: Any, kind: type) -> Iterator[None]:
-    """A module is of this class."""
+    """Change a module's class in the ``with`` block."""
     before = type(part)
     part.__class__ = kind
     try:
@@ -80,32 +80,32 @@ def another_class(part: Any, kind: type) -> Iterator[None]:
 
 
 def built_differently(runner: Any, build: Any = ATTENTION_BACKENDS["triton"]) -> Any:
-    """An attention backend whose forward is wrapped."""
+    """Return an attention backend whose forward is wrapped."""
     backend = build(runner)
     backend.forward = wrapped(backend.forward)
     return backend
 
 
 class MyModel(gemma4_mm.Gemma4ForConditionalGeneration):
-    """It overrides nothing."""
+    """Model class that overrides nothing."""
 
 
 class MyNorm(layernorm.RMSNorm):
-    """It overrides what a platform would."""
+    """Norm that overrides a platform's method."""
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
-        """Norm rows."""
+        """Return normed rows."""
         return super().forward_native(*args, **kwargs)
 
 
 def assigned(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractContextManager[object]:
-    """An attribute of a class or module is what ``make`` makes of it."""
+    """Patch an attribute of a class or module with the result of ``make``."""
     return mock.patch.object(owner, name, make(vars(owner)[name]))
 
 
 @contextmanager
 def hooked(kind: HookType, hook: Callable[..., Any]) -> Iterator[None]:
-    """A plugin has registered a hook of the model's forward, and SGLang has applied it."""
+    """Register a plugin's hook of the model's forward, and let SGLang apply it."""
     target = "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward"
     with ExitStack() as stack:
         for owner, name, value in (
@@ -123,7 +123,7 @@ def layer(engine: Engine) -> Any:
     return engine.text_model.layers[-1]
 
 
-#: What is foreign, and the beginning of the reason.
+#: Third-party code, and the beginning of the reason.
 CASES: dict[str, tuple[Foreign, str]] = {
     "a subclass of the model": (
         lambda engine: another_class(engine.runner.model, MyModel),
@@ -245,7 +245,7 @@ CASES: dict[str, tuple[Foreign, str]] = {
 
 @pytest.fixture
 def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
-    """Have the server decide anew; returns why it refuses, or None."""
+    """Yield a function that judges the server again and returns why it refuses, or None."""
 
     def decide() -> str | None:
         engine.runner.init_attention_backends()
@@ -260,7 +260,7 @@ def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
 def test_foreign_code_refuses_a_server(
     engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None], name: str
 ) -> None:
-    """The reason has its place, module and name, and the setting that accepts it; which it does."""
+    """The reason has place, module and name, and the setting that accepts the code."""
     foreign, beginning = CASES[name]
     with foreign(engine):
         reason = judged() or ""
@@ -292,7 +292,7 @@ def test_names_that_are_trusted(
     trust: tuple[str, ...],
     refused: str,
 ) -> None:
-    """A module, or a class in it, and no other."""
+    """A name stands for a module or for a class in it, and for nothing else."""
     setting(trust=trust)
     with another_class(engine.text_model.norm, MyNorm):
         reason = judged() or ""
@@ -302,7 +302,7 @@ def test_names_that_are_trusted(
 def test_all_that_is_foreign_is_said_at_once(
     engine: Engine, judged: Callable[[], str | None]
 ) -> None:
-    """A server need not be started once for each."""
+    """One start of the server names all of them."""
     norm = engine.text_model.norm
     with norm.register_forward_hook(mock.Mock()), another_class(norm, MyNorm):
         reason = judged() or ""
@@ -312,8 +312,8 @@ def test_all_that_is_foreign_is_said_at_once(
 def test_what_is_trusted_vouches_for_nothing_else(
     engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
 ) -> None:
-    """Another plugin's wrapper around their method, one inside their wrapper, and for a class its
-    module's other functions.
+    """Another plugin's wrapper around their method or inside their wrapper, and the other
+    functions of a trusted class's module still refuse a server.
     """
     setting(trust=(__name__,))
     calls = mock.Mock(wraps=MyNorm.forward_native)
@@ -332,7 +332,7 @@ def test_what_is_trusted_vouches_for_nothing_else(
 def test_a_forward_that_is_not_ours_any_more(
     engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
 ) -> None:
-    """Somebody has put back what they found: no prefill would be cut."""
+    """No prefill is cut after third-party code has restored the original method."""
     stock = inspect.unwrap(MODEL.forward)
     with mock.patch.object(MODEL, "forward", stock):
         assert judged() == third_party.REPLACED.text
@@ -343,7 +343,7 @@ def test_a_forward_that_is_not_ours_any_more(
 def test_what_cannot_be_judged(
     engine: Engine, judged: Callable[[], str | None], said: Callable[..., list[str]]
 ) -> None:
-    """An object that cannot be looked at refuses the server, and does not end it."""
+    """An object that raises when it is inspected refuses the server, and does not end it."""
 
     def refuse(_: object) -> None:
         raise RuntimeError("not here")
@@ -359,7 +359,7 @@ def test_what_cannot_be_judged(
 
 
 def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> None:
-    """Hooks in the vision tower, and wrappers of what loads and starts a model, refuse nothing."""
+    """Hooks in the vision tower, and wrappers of loading and starting a model, refuse nothing."""
     outer = type(engine.runner.model)
     with ExitStack() as stack:
         for name in ("__init__", "load_weights", "get_image_feature"):
@@ -374,7 +374,7 @@ def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> 
 
 
 def test_doctor_judges_what_needs_no_weights(setting: Callable[..., None], engine: Engine) -> None:
-    """By the code of a server, in the same words."""
+    """It reports the server's reasons that follow from code alone, in the same words."""
     setting(trust=("theirs", __name__))
     with assigned(logits_processor.LogitsProcessor, "forward", wrapped):
         trusting = examined()
@@ -390,7 +390,7 @@ def test_doctor_judges_what_needs_no_weights(setting: Callable[..., None], engin
 
 
 def examined() -> Report:
-    """What doctor finds of the class of the tiny model."""
+    """Return doctor's report on the class of the tiny model."""
     report = Report()
     preflight._judge_classes(report, ["Gemma4ForConditionalGeneration"])
     return report

@@ -1,4 +1,4 @@
-"""The donor, layer S-1, and what comes to the cut: on SGLang's own layers, weights and streams.
+"""The donor, layer S-1, and the inputs of the cut: on SGLang's own layers, weights and streams.
 
 Each refusal is brought about on the real engine, and the rows show what became of the cut. Where a
 wrong yes would only cost accuracy, that it would is shown as well.
@@ -42,19 +42,19 @@ def donor_layer(engine: Engine) -> Any:
     return engine.text_model.layers[FIRST_CUT]
 
 
-# ---------------------------------------------------------------- what a linear layer computes
+# ---------------------------------------------------------------- linear layers
 
 
 @pytest.fixture(scope="module", autouse=True)
 def trusted(engine: Engine) -> Iterator[None]:
-    """The classes of the tests are somebody else's, which refuse a server otherwise."""
+    """Trust the classes of the tests, which are third-party code and would refuse a server."""
     with settings_changed(trust=(__name__, "harness.forwards", "harness.stand_ins")):
         yield
 
 
 @pytest.fixture
 def doubled() -> Iterator[Callable[[Any], None]]:
-    """Have a linear layer compute what it did, from weights of half the size."""
+    """Yield a function that halves a linear layer's weights but not its results."""
     with ExitStack() as stack:
         yield lambda projection: stack.enter_context(halved_weights(projection))
 
@@ -86,7 +86,7 @@ NOT_PLAIN: dict[str, Callable[[Any], None]] = {
 
 
 def changed_projection(engine: Engine, change: Callable[[Any], None]) -> Any:
-    """The donor's own projection, copied and changed."""
+    """Return a changed copy of the donor's own projection."""
     projection = copy.copy(donor_layer(engine).self_attn.qkv_proj)
     projection._parameters = dict(projection._parameters)
     change(projection)
@@ -103,7 +103,7 @@ def test_projections_that_cannot_be_sliced(engine: Engine, name: str) -> None:
 def test_a_donor_whose_weights_are_not_plain(
     engine: Engine, doubled: Callable[[Any], None], prompts: list[Prompt]
 ) -> None:
-    """All of its projection is computed, and what is not needed dropped."""
+    """Its whole projection is computed, and the unneeded part dropped."""
     doubled(donor_layer(engine).self_attn.qkv_proj)
     assert_fast(engine, prompts)
 
@@ -121,15 +121,15 @@ def test_per_layer_inputs_whose_weights_are_not_plain(
     assert_fast(engine, prompts, projected=[(total, LAYERS)])
 
 
-# ---------------------------------------------------------------- what layer S-1 is
+# ---------------------------------------------------------------- kinds of layer S-1
 
 
 class AnotherLayer(Gemma4DecoderLayer):
-    """As a model of another kind would derive it."""
+    """Layer class as another kind of model would derive it."""
 
 
 class AnotherAttention(Gemma4Attention):
-    """As a model of another kind would derive it."""
+    """Attention class as another kind of model would derive it."""
 
 
 def test_a_donor_of_another_kind_refuses_the_server(
@@ -148,12 +148,12 @@ def test_a_donor_of_another_kind_refuses_the_server(
     assert_fast(engine)
 
 
-# ---------------------------------------------------------------- what comes to the cut
+# ---------------------------------------------------------------- inputs of the cut
 
 
 def assert_refused_late(engine: Engine, reason: str) -> None:
-    """The forward reaches the cut, is aborted there, and is run again as stock; then the path
-    is off, and no later forward runs twice."""
+    """Assert that the forward stops at the cut and is run again as stock, and that the path
+    is then off, and no later forward runs twice."""
     scheduled = engine.schedule(BATCHES["three, two of them cached"])
     stock = run(engine, scheduled, "0")
     reset_log()
@@ -170,12 +170,12 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
 
 
 def adding(call: Any, rows: torch.Tensor, *_: Any) -> Any:
-    """The norm is given the residual beside what is to be added to it."""
+    """Pass the norm the residual beside the tensor to add to it."""
     return call(rows, torch.zeros_like(rows))[0]
 
 
 def twice(call: Any, rows: torch.Tensor, *others: Any) -> Any:
-    """The second time its rows are the answer already, of which no tail begins."""
+    """Call the norm twice: the second time its rows are the answer, where no tail begins."""
     if not others:
         call(rows)
     return call(rows, *others)
@@ -188,7 +188,7 @@ def test_a_norm_that_is_called_otherwise(engine: Engine, otherwise: Callable[...
 
 
 def test_something_else_before_the_norm(engine: Engine) -> None:
-    """Rows that the norm gets in another tensor are the rows that the tail begins with."""
+    """The norm may get its rows in another tensor: the tail begins with those."""
     with norm_called(engine, lambda call, rows, *others: call(rows.clone(), *others)):
         assert_fast(engine)
 
@@ -200,7 +200,7 @@ def test_inputs_that_were_not_projected(
     monkeypatch: pytest.MonkeyPatch,
     plain: bool,
 ) -> None:
-    """The model computes them in another way: those of the tail are not known."""
+    """The model computes them in another way, so those of the tail are not known."""
     model = engine.text_model
     if not plain:
         doubled(model.per_layer_model_projection)
@@ -212,7 +212,7 @@ def test_inputs_that_were_not_projected(
 
 @pytest.mark.parametrize("rows", [-1, 1])
 def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
-    """As padding for a kernel would bring: once, so that stock can serve the batch."""
+    """Padding for a kernel could bring such rows; they come once, so stock can serve the batch."""
     padded: list[torch.Tensor] = []
 
     def pad(_: Any, __: Any, call: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:

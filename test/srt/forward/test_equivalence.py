@@ -1,4 +1,4 @@
-"""On equals off for random batches of random models, on the CPU's own attention backend."""
+"""Equality of on and off for random batches of random models, on the CPU's attention backend."""
 
 from __future__ import annotations
 

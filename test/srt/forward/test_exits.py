@@ -1,4 +1,4 @@
-"""Prefills that SGLang has captured, left at the exit of layer S-1, on the ModelRunner.
+"""Captured prefills of SGLang's that end at the exit of layer S-1, on the ModelRunner.
 
 SGLang's own runner, backend and breaks capture and replay (``prefill_graphs``), repaired by the
 package. At the exit everything in the graph's memory is spoiled that may not be read there.
@@ -69,7 +69,7 @@ HARD = (*HARD_LAST_ROWS, *HARD_LOGPROBS, *HARD_CHUNKS)
 
 @pytest.fixture(scope="module")
 def captured_engine(tiny_checkpoint: Path) -> Iterator[Engine]:
-    """It has captured its prefills and its tail."""
+    """Yield an engine that has captured its prefills and its tail."""
     with graphs_on_a_cpu.recordable():
         engine = Engine(tiny_checkpoint, **ENGINE, **RECORDED)
         record_tail(engine, ROWS)
@@ -78,7 +78,7 @@ def captured_engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(captured_engine: Engine) -> Iterator[Engine]:
-    """As captured, whatever the test before has left."""
+    """Yield the captured engine in its initial state."""
     yield captured_engine
     state = state_of(captured_engine)
     state.unsupported, state.failures_in_a_row = None, 0
@@ -90,7 +90,7 @@ def engine(captured_engine: Engine) -> Iterator[Engine]:
 
 
 def reopened(engine: Engine) -> str:
-    """Exits are opened as at start; why they are closed, or ""."""
+    """Open the exits as at start; return why they are closed, or ""."""
     reset_log()
     exit_setup.open_exits(engine.runner, state_of(engine))
     fact = state_of(engine).report.exits
@@ -102,11 +102,11 @@ def reopened(engine: Engine) -> str:
     return fact
 
 
-# ---------------------------------------------------------------- what leaves, and what does not
+# ---------------------------------------------------------------- forwards that exit, and others
 
 
 def test_random_batches(engine: Engine) -> None:
-    """All kinds in turns, over pools that are emptied in between."""
+    """All kinds of batches alternate, over pools that are emptied in between."""
     window = engine.text_model.config.sliding_window
     outcomes: list[Outcome] = []
 
@@ -159,7 +159,7 @@ def test_memory_is_not_lent_while_segments_run(
 
 @pytest.mark.parametrize("are_open", [True, False])
 def test_media_run_eagerly(engine: Engine, are_open: bool) -> None:
-    """The graph looks text up by its ids, and has no place for an image."""
+    """The graph embeds text by ids, and has no input for an image."""
     state_of(engine).exits_are_open = are_open
     picture = MediaPrompt("<|image|>a picture of what", size=(336, 480))
     scheduled = media_batch(engine, picture)
@@ -179,7 +179,7 @@ UNFINISHED = batch_of((0, 33), (9, 1), (40, 20), (3, 5), to_come=tuple(range(20,
 
 
 def test_answers_that_are_read_late(engine: Engine, batches_with: Callable[..., None]) -> None:
-    """Answers and drafts' hidden states, after second chunks have run on the same captured tail."""
+    """Answers and drafts' hidden states stay valid after second chunks ran on the same tail."""
     batches_with(
         capture_hidden_mode=CaptureHiddenMode.FULL,
         spec_algorithm=SpeculativeAlgorithm.FROZEN_KV_MTP,
@@ -200,7 +200,7 @@ def test_answers_that_are_read_late(engine: Engine, batches_with: Callable[..., 
 
 
 def found_by_exits() -> Any:
-    """Yields the calls of ``compare_exit``."""
+    """Yield the calls of ``compare_exit``."""
     return mock.patch.object(exit_check, "compare_exit", side_effect=exit_check.compare_exit)
 
 
@@ -219,7 +219,7 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
 
 @contextmanager
 def another_exit(change: Callable[[ExitPoint], ExitPoint]) -> Iterator[None]:
-    """The residual at an exit is not what it should be."""
+    """Corrupt the residual at an exit in the ``with`` block."""
     prefills = compat.captured_prefills
     stock = prefills.replay_to_exit
     with mock.patch.object(prefills, "replay_to_exit", lambda graph: change(stock(graph))):
@@ -243,7 +243,7 @@ _fast = ExitForward.fast
 
 
 def without_embeddings(self: ExitForward, plan: Plan) -> torch.Tensor:
-    """In the forward itself, which takes the ids from SGLang's static batch."""
+    """Leave out the embeddings in the forward itself; it reads ids from SGLang's static batch."""
 
     def embed(ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
         embeds, embedded = right(ids)
@@ -262,7 +262,7 @@ def larger_rows(self: graphs.Bucket) -> torch.Tensor:
 def test_wrong_exits_are_closed_at_start(
     engine: Engine, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    """And the rest stays on: what SGLang does not replay is cut."""
+    """The rest stays on: prefills that SGLang does not replay are cut."""
     with WRONG[what]():
         assert "the check found" in reopened(engine)
     assert "exits from captured prefills are closed: the check found" in caplog.text
@@ -272,7 +272,7 @@ def test_wrong_exits_are_closed_at_start(
 
 
 def assert_closed(engine: Engine) -> None:
-    """SGLang's graph runs to its end with the fast path on, and nothing is planned for it."""
+    """Assert that SGLang's graph runs to its end with the fast path on, without a plan for it."""
     batch = engine.schedule(FULL)
     stock = run(engine, batch)
     with mock.patch.object(graphs.Bucket, "plan", side_effect=InjectedError):
@@ -297,7 +297,7 @@ def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
 
 
 def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
-    """What was not compared is not open, nor where comparing failed."""
+    """An exit that was not compared, or whose comparison failed, stays closed."""
     for owner, name in ((ExitForward, "fast"), (exit_check, "compare_exit")):
         with mock.patch.object(owner, name, side_effect=InjectedError):
             assert exit_check.NOT_TAKEN in reopened(engine)
@@ -312,14 +312,14 @@ def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
 def test_the_check_takes_buckets_of_any_size(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang would run so few rows eagerly, where the next bucket has more than twice as many."""
+    """SGLang would run so few rows eagerly if the next bucket has more than twice as many."""
     prefills = engine.runner.prefill_cuda_graph_runner
     monkeypatch.setattr(prefills, "capture_num_tokens", [128])
     assert reopened(engine) == ""
 
 
 def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> None:
-    """Prompts that finish are tried all the same."""
+    """Prompts that finish are compared all the same."""
     state = state_of(engine)
     assert isinstance(state.captured, graphs.TailGraphs)
     for rows in (4, 2):
@@ -331,7 +331,7 @@ def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> Non
 
 
 def test_a_tail_that_is_not_captured(engine: Engine) -> None:
-    """Chunks leave then; where they are not marked, as in SGLang 0.5.22, nothing does."""
+    """Chunks still exit, if they are marked; SGLang 0.5.22 does not mark them."""
     lifecycle.drop_tail(state_of(engine), "no rows")
     with found_by_exits() as compared:
         assert reopened(engine) == ""
@@ -345,7 +345,7 @@ def test_a_tail_that_is_not_captured(engine: Engine) -> None:
 
 @pytest.mark.parametrize("prompts", [FULL, SEVERAL, CHUNK])
 def test_what_is_found_of_a_served_batch(engine: Engine, prompts: list[Prompt]) -> None:
-    """The graph runs to its end as well; its K and V are what stays in the pool."""
+    """The graph runs to its end as well; the pool keeps its K and V."""
     intermediate = prefill_exits.is_intermediate(prompts)
     batch = engine.schedule(prompts)
     stock = run(engine, batch, intermediate=intermediate)
@@ -357,7 +357,7 @@ def test_what_is_found_of_a_served_batch(engine: Engine, prompts: list[Prompt]) 
 
 
 def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Difference, Any]:
-    """The worst finding of a forward, and the forward."""
+    """Return a forward's worst difference, and the forward."""
     found: list[rounding.Difference] = []
 
     def compare(forward: ExitForward, plan: Any, output: torch.Tensor) -> torch.Tensor:
@@ -373,7 +373,7 @@ def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Differen
 
 
 def test_graphs_that_are_captured_anew(engine: Engine) -> None:
-    """Their exits are closed, since they were not compared.
+    """Exits of graphs that are captured again are closed, since they were not compared.
 
     SGLang's memory for rows that are not written may hold anything, and what is multiplied by zero
     must be a number.
@@ -395,7 +395,7 @@ def test_graphs_that_are_captured_anew(engine: Engine) -> None:
 
 
 def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank with another finding would leave alone."""
+    """If one rank alone found a difference, it would exit alone."""
     compared: list[str] = []
     monkeypatch.setattr(ranks, "find_difference", lambda found: compared.append(found))
     assert reopened(engine) == ""
@@ -417,7 +417,7 @@ def test_without_the_check(engine: Engine) -> None:
 
 
 def test_the_report_mends_it() -> None:
-    """With the diff of ``docs/upstream`` SGLang takes shared layers for no error."""
+    """With the diff of ``docs/upstream`` SGLang does not report shared layers as an error."""
     index = fixed(
         cuda_graph_setup.index_attention_layers_by_global_id, REPORTS / "shared_layer_ids.md"
     )
@@ -429,7 +429,7 @@ def test_the_report_mends_it() -> None:
 def test_the_repair_lasts_while_sglang_captures(
     engine: Engine, caplog: pytest.LogCaptureFixture, setting: bool
 ) -> None:
-    """And on a server that is not cut SGLang's error is its own."""
+    """On a server that is not cut, SGLang's error stays."""
     state, model = state_of(engine), engine.text_model
 
     layer = model.layers[FIRST_CUT]
@@ -450,7 +450,7 @@ def test_the_repair_lasts_while_sglang_captures(
 
 
 def test_graphs_that_get_no_exits_are_not_used(engine: Engine) -> None:
-    """Nothing would keep media out of them."""
+    """Without an exit nothing keeps media out of a graph."""
     captured = SimpleNamespace(model=engine.runner.model, prefill_cuda_graph_runner=object())
     with (
         mock.patch.object(exit_setup, "PrefillGraphExits", side_effect=InjectedError),
@@ -462,7 +462,7 @@ def test_graphs_that_get_no_exits_are_not_used(engine: Engine) -> None:
 
 
 def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
-    """Nothing else would keep media out of them."""
+    """Without the package nothing keeps media out of a graph."""
     runner, state = engine.runner, state_of(engine)
     before = runner.prefill_cuda_graph_runner
     try:

@@ -1,4 +1,4 @@
-"""Each call that the package makes fails once: no answer is lost, and nothing that lives changes.
+"""Failures of each call that the package makes: stock answers, and all lasting state is kept.
 
 A *site* is a call that a line of the package makes: file and line, what is called, and the phase
 in which that happens. One site of a prefill whose tail runs eagerly, for example, is::
@@ -96,7 +96,7 @@ class Site(NamedTuple):
 
 
 def phase_of(frame: Any) -> str | None:
-    """The phase of what this frame does; None outside of all phases."""
+    """Return the phase of this frame; None outside of all phases."""
     running = set()
     while frame is not None:
         if is_of_package(frame.f_code.co_filename):
@@ -110,7 +110,7 @@ def phase_of(frame: Any) -> str | None:
 
 @contextmanager
 def watched(on_site: Callable[[Site], None]) -> Iterator[None]:
-    """In the span ``on_site`` is called before each site; what it raises, the site's line sees."""
+    """Call ``on_site`` before each site in the ``with`` block; its line sees what that raises."""
 
     def profiler(*event: Any) -> None:
         call = call_of(*event)
@@ -131,7 +131,7 @@ def watched(on_site: Callable[[Site], None]) -> Iterator[None]:
 
 @contextmanager
 def failing_at(site: Site, error: type[BaseException]) -> Iterator[None]:
-    """The first call of this site in the span, which must come, raises."""
+    """Raise at the first call of this site, which must happen, in the ``with`` block."""
     failed = []
 
     def fail(reached: Site) -> None:
@@ -145,7 +145,7 @@ def failing_at(site: Site, error: type[BaseException]) -> Iterator[None]:
 
 
 def some_of(sites: list[Site], every: int) -> list[Site]:
-    """Of each phase the first site, and every so many-th one after it."""
+    """Return the first site of each phase, and every nth one after it."""
     chosen = []
     for phase in dict.fromkeys(site.phase for site in sites):
         of_phase = [site for site in sites if site.phase == phase]
@@ -153,7 +153,7 @@ def some_of(sites: list[Site], every: int) -> list[Site]:
     return chosen
 
 
-# ---------------------------------------------------------------- forwards, and what they leave
+# ---------------------------------------------------------------- forwards, and lasting state
 
 
 ROWS = 1  # prompts of a batch whose tail is captured
@@ -161,7 +161,7 @@ ROWS = 1  # prompts of a batch whose tail is captured
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
-    """Its prefills and its tail are captured, and can be captured anew."""
+    """Yield an engine whose prefills and tail are captured, and can be captured again."""
     recorded = RECORDED | {"cuda_graph_bs_decode": [ROWS], "cuda_graph_bs_prefill": [64]}
     with graphs_on_a_cpu.recordable(), settings_changed(graph_rows=ROWS):
         engine = Engine(tiny_checkpoint, **ENGINE, **recorded)
@@ -170,7 +170,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
 
 def set_up(engine: Engine, part: str) -> None:
-    """Run a part of what follows SGLang's own captures: ``capture``, ``check`` or ``exits``."""
+    """Run a part of the setup after SGLang's own captures: ``capture``, ``check`` or ``exits``."""
     state = state_of(engine)
     with ExitStack() as without:
         if part != "capture":
@@ -190,7 +190,7 @@ def set_up(engine: Engine, part: str) -> None:
 
 
 def turn_on(engine: Engine) -> None:
-    """Turn on again what the failures before have turned off; nothing is counted or logged yet."""
+    """Turn on again what earlier failures turned off; reset counters and log."""
     state = state_of(engine)
     state.unsupported, state.after_cut, state.failures_in_a_row = None, None, 0
     state.report.check = state.report.check or {}
@@ -272,12 +272,12 @@ def serve(
 
 @functools.cache
 def served_by_stock(engine: Engine, way: Way) -> Served:
-    """What stock gives and leaves."""
+    """Return stock's results."""
     return serve(engine, way)
 
 
 def what_lives(engine: Engine) -> dict[str, Any]:
-    """The attributes of everything that outlives a forward, by owner and name."""
+    """Return the attributes of everything that outlives a forward, by owner and name."""
     runner, state, attention = engine.runner, state_of(engine), attention_of(engine)
     prefills = runner.prefill_cuda_graph_runner
     owners = dict(runner.model.named_modules()) | {
@@ -309,7 +309,7 @@ COUNT_FORWARDS = (
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """The names of what is another object, or another number or word."""
+    """Return the names whose object, number or word has changed."""
 
     def is_same(name: str) -> bool:
         if name not in before or name not in after:
@@ -321,11 +321,11 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     return {name for name in before.keys() | after.keys() if not is_same(name)}
 
 
-# ---------------------------------------------------------------- each of them fails
+# ---------------------------------------------------------------- failures, one by one
 
 
 def assert_left_as_by(stock: Served, seen: Served) -> None:
-    """The pools, the batch and the next decode step are those of the stock forward."""
+    """Assert that pools, batch and next decode step are those of the stock forward."""
     assert all(map(torch.equal, seen.cache, stock.cache)), "K and V"
     assert torch.equal(seen.step, stock.step), "the next decode step"
     assert all(map(torch.equal, seen.free, stock.free)), "free slots"
@@ -333,16 +333,16 @@ def assert_left_as_by(stock: Served, seen: Served) -> None:
 
 
 def assert_nothing_else_changed(engine: Engine, before: dict[str, Any], *but: str) -> None:
-    """All that outlives a forward is as it was, but for these attributes."""
+    """Assert that nothing that outlives a forward has changed, but for these attributes."""
     changed = changes(before, what_lives(engine)).difference(but)
-    # Where a capture is done anew, its buffers are.
+    # A new capture has new buffers.
     assert not [name for name in changed if not name.startswith("tail's backend.cuda_graph_")]
 
 
 def serve_failing(
     engine: Engine, way: Way, site: Site, error: type[BaseException], *, is_audited: bool
 ) -> None:
-    """A call of the fast path fails: stock serves, and one failure is counted.
+    """Assert that stock serves when a call of the fast path fails, and that one failure is counted.
 
     Where it is one of an audit, the path has served, no failure of it is counted, and audits end.
     """
@@ -364,12 +364,12 @@ def serve_failing(
     assert_nothing_else_changed(engine, before, *may_change)
 
 
-# What the start itself sets.
+# Set by the start itself.
 SET_UP = (*("state.captured", "state.unsupported", "state.exits_are_open"),)
 
 
 def start_failing(engine: Engine, part: str, site: Site, error: type[BaseException]) -> None:
-    """A call of the start fails: it goes on, has borrowed nothing, and serves stock's answers."""
+    """Assert that a start continues after a failure, borrows nothing, and serves as stock."""
     turn_on(engine)
     before = what_lives(engine)
     with tensors_unchanged(engine), failing_at(site, error):
@@ -386,10 +386,10 @@ def start_failing(engine: Engine, part: str, site: Site, error: type[BaseExcepti
 
 
 class Work(NamedTuple):
-    """Something that works, whose calls fail one by one: a prefill, or a part of the start.
+    """Work whose calls fail one by one: a prefill, or a part of the start.
 
     Attributes:
-        every: by default one in so many of its sites fails.
+        every: by default one in ``every`` of its sites fails.
         way: of a prefill.
         is_audited: the calls that fail are those of the prefill's audit.
         part: of the start.
@@ -401,7 +401,7 @@ class Work(NamedTuple):
     part: str = ""
 
     def run(self, engine: Engine, span: AbstractContextManager[Any]) -> None:
-        """Do it; the part of it in which calls fail runs in ``span``."""
+        """Do the work; the part of it in which calls fail runs in ``span``."""
         if self.way is None:
             with span:
                 set_up(engine, self.part)
@@ -410,14 +410,14 @@ class Work(NamedTuple):
                 serve(engine, self.way, span)
 
     def fail(self, engine: Engine, site: Site, error: type[BaseException]) -> None:
-        """Do it with this call failing, and judge what comes of it."""
+        """Do the work with this call failing, and judge the result."""
         if self.way is None:
             start_failing(engine, self.part, site, error)
         else:
             serve_failing(engine, self.way, site, error, is_audited=self.is_audited)
 
     def sites(self, engine: Engine) -> list[Site]:
-        """All of them, in the order of their first calls."""
+        """Return all sites, in the order of their first calls."""
         turn_on(engine)
         found: dict[Site, None] = {}
         self.run(engine, watched(found.setdefault))
@@ -426,7 +426,7 @@ class Work(NamedTuple):
         return list(found)
 
     def some_sites(self, engine: Engine) -> list[Site]:
-        """Those that fail by default: of a prefill all calls of SGLang's own code, and others."""
+        """Return the sites that fail by default; of a prefill, all calls of SGLang's code too."""
         sites = self.sites(engine)
         chosen = some_of(sites, self.every)
         if self.way is not None:
@@ -448,7 +448,7 @@ WORKS = {
 
 
 def test_calls_of_every_phase_are_seen(engine: Engine) -> None:
-    """A function that goes by another name would leave the calls of its phase out."""
+    """A renamed function would leave the calls of its phase out."""
     seen = {site.phase for work in WORKS.values() for site in work.sites(engine)}
     assert seen == set(PHASES.values())
 
@@ -460,7 +460,7 @@ def test_calls_of_every_phase_are_seen(engine: Engine) -> None:
     ["some", pytest.param("all", marks=[pytest.mark.release, pytest.mark.timeout(3600)])],
 )
 def test_each_call_fails_once(engine: Engine, name: str, which: str) -> None:
-    """Some of them, with one error or the other; before a release all of them, with both."""
+    """Some calls fail, with one error or the other; before a release all of them, with both."""
     work, wrong = WORKS[name], []
     sites = work.sites(engine) if which == "all" else work.some_sites(engine)
     for number, site in enumerate(sites):
@@ -484,7 +484,7 @@ RAISED: dict[str, tuple[type[BaseException], ...]] = {
 
 @pytest.fixture(params=RAISED)
 def raised(request: pytest.FixtureRequest) -> Iterator[tuple[type[BaseException], ...]]:
-    """Errors that must be raised, where they must."""
+    """Yield the errors that must be raised."""
     is_alone = request.param == "interrupted"
     with mock.patch.object(compat.server, "is_single_rank", return_value=is_alone):
         yield RAISED[request.param]

@@ -1,4 +1,4 @@
-"""One step of one layer is wrong on the fast path: the check at start names that step alone."""
+"""One wrong step of one layer on the fast path: the check at start names that step alone."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Wrong = Callable[[Engine], AbstractContextManager[Any]]
 
 @pytest.fixture(scope="module")
 def sharp(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Where one rounding more is enough to make an answer another one."""
+    """Return an engine on which one more rounding is enough to change an answer."""
     path = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), E2B_TINY_SHARP)
     return Engine(path, **(ENGINE | {"dtype": "bfloat16"}))
 
 
 def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
-    """What this module of a layer returns is ``wrong`` where stock does not run it."""
+    """Return a breakage: ``wrong`` replaces this module's output where stock does not run it."""
 
     def broken(engine: Engine) -> AbstractContextManager[Any]:
         owner = engine.text_model.layers[layer].get_submodule(name)
@@ -54,7 +54,7 @@ def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
 
 
 def function(owner: Any, name: str, wrong: Callable[..., Any]) -> Wrong:
-    """``wrong`` is called in place of a function of the package, with it and its arguments."""
+    """Return a breakage that calls ``wrong`` in place of a function, with it and its arguments."""
     stock = getattr(owner, name)
     return lambda _: mock.patch.object(owner, name, lambda *args: wrong(stock, *args))
 
@@ -64,7 +64,7 @@ def larger(rows: torch.Tensor) -> torch.Tensor:
 
 
 def in_turns(output: torch.Tensor) -> torch.Tensor:
-    """Larger and smaller: what is larger as a whole is as it was after a norm."""
+    """Scale channels up and down by turns; a norm would hide one scale for all."""
     share = 1 + 0.05 * (-1.0) ** torch.arange(output.shape[-1])
     return output * share.to(output.dtype)
 
@@ -93,7 +93,7 @@ def at_the_beginning(
 
 
 def not_written(stock: Any, state: Any, plan: Any, *rows: torch.Tensor) -> None:
-    """Of prompts that end: not those of stock's forward, which has written to the same slots."""
+    """Leave out the K and V of prompts that end, whose slots stock's forward has filled."""
     if plan.runner is None:
         stock(state, plan, *rows)
 
@@ -109,7 +109,7 @@ def stray(engine: Engine) -> AbstractContextManager[Any]:
 
 
 KEYS, VALUES = (f"{what} of layer {DONOR} in the pool" for what in ("keys", "values"))
-#: What is wrong -> how, and all that the check finds.
+#: Name of a defect -> the defect, and all findings of the check.
 CASES: dict[str, tuple[Wrong, set[str]]] = {
     "queries": (module(LAYER, "self_attn.q_norm", larger), {f"queries of layer {LAYER}"}),
     "keys": (lambda engine: BREAKAGES["keys 2 % too large"](state_of(engine)), {KEYS}),
@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
 
 
 def named(engine: Engine) -> set[str]:
-    """All that is no rounding."""
+    """Return the names of all findings beyond rounding."""
     with check.run_both_paths(engine.runner, state_of(engine)) as both:
         found: set[str] = set()
         for finding in both.findings():
@@ -164,7 +164,7 @@ def test_it_is_named(sharp: Engine, case: str) -> None:
 
 
 def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its module is never called, so nothing can be compared."""
+    """Its module is never called, so there is nothing to compare."""
     model = sharp.text_model
     stock = type(model.layers[LAYER]).__call__
 

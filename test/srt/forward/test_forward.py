@@ -1,4 +1,4 @@
-"""One forward on the real model: exceptions, fallbacks, and what is restored."""
+"""One forward on the real model: exceptions, fallbacks, and restored state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
 
 def planned_for(batch: Any) -> Any:
-    """What was decided for a batch, and is left on it."""
+    """Return the decision for a batch, which is stored on it."""
     return getattr(batch, PLAN_ENTRY, None)
 
 
@@ -72,7 +72,7 @@ def test_backend_whose_decode_is_not_proven(
 
 @MARKS_CHUNKS
 def test_an_intermediate_chunk_waits_for_the_loads_that_stock_waits_for(engine: Engine) -> None:
-    """A cache that loads prefixes layer by layer has each reader of a layer's K and V wait."""
+    """A cache that loads prefixes layer by layer makes each reader of a layer's K and V wait."""
     pool, read = engine.runner.token_to_kv_pool, dict[str, set[int]]()
     scheduled = engine.schedule(CHUNKS)
     for switch in ("0", "1"):
@@ -95,7 +95,7 @@ def scheduled_batch(engine: Engine, name: str) -> Any:
 
 @pytest.fixture
 def in_place_norms(engine: Engine) -> Iterator[None]:
-    """The norm before each FFN adds into its argument, as its CUDA kernel does."""
+    """Make the norm before each FFN add into its argument, as its CUDA kernel does."""
     with norms_that_add_in_place(engine):
         yield
 
@@ -103,7 +103,7 @@ def in_place_norms(engine: Engine) -> Iterator[None]:
 @pytest.mark.usefixtures("in_place_norms")
 @pytest.mark.parametrize("name", [*BATCHES, "image"])
 def test_norms_that_add_in_place(engine: Engine, name: str) -> None:
-    """The fast path reads nothing of the embeddings after layer 0 has overwritten them."""
+    """The fast path does not read the embeddings after layer 0 has overwritten them."""
     stock, fast = both_ways(engine, scheduled_batch(engine, name))
     assert fast.rows[-1] < stock.rows[-1]
     assert (fast.before["mm_input_embeds"] is not None) == (name == "image")
@@ -171,7 +171,7 @@ def test_failures_in_a_row_turn_the_fast_path_off(
     assert outcomes() == {counters.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
     _, off = said(logging.ERROR)
     assert [line for line in said() if forward.GIVEN_UP.text in line] == [off]
-    # New attention backends begin anew.
+    # New attention backends start with a new state.
     engine.runner.init_attention_backends()
     assert_fast(engine, BATCHES["one prompt"])
 
@@ -192,7 +192,7 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
 def test_a_forward_that_never_comes_to_its_norm(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its layers may have ended early for nothing: it is run again, and stock's is the answer.
+    """Its layers may have ended early in vain: it is run again, and the answer is stock's.
 
     No later forward is tried: the path is off, and says why.
     """
@@ -229,7 +229,7 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
 
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
-    """Nor is it taken for the served one, and the runner's backend is as it was."""
+    """It is not taken for the served one, and the runner's backend is restored."""
     state = get_state(engine.text_model)
     others = set(states._attached) - {state}
     state.close()

@@ -1,4 +1,4 @@
-"""Gemma 3n: on equals off and Hugging Face, on SGLang's own classes.
+"""Equality of Gemma 3n on, off and in Hugging Face, on SGLang's own classes.
 
 Of 15 layers the last 5 are KV-shared, so the cut is in layer 9. Stock's window has one key more
 than Hugging Face's: the oracle is given a window that is one key larger.
@@ -97,7 +97,7 @@ def oracle(checkpoint: Path) -> Any:
 
 @torch.no_grad()
 def hugging_face(model: Any, keys: int, prompt: Prompt) -> torch.Tensor:
-    """Logits after the prompt, with a window of so many keys: [vocab]."""
+    """Return the logits after the prompt, with a window of ``keys`` keys: [vocab]."""
     model.config.sliding_window = model.model.config.sliding_window = keys
     ids = torch.tensor([prompt.cached + prompt.new])
     logits: torch.Tensor = model(ids, use_cache=False).logits[0, -1]
@@ -105,7 +105,7 @@ def hugging_face(model: Any, keys: int, prompt: Prompt) -> torch.Tensor:
 
 
 def test_images_run_as_stock(engine: Engine, batches_with: Callable[..., None]) -> None:
-    """Nobody has tried them."""
+    """Image prompts are untested on the fast path, so they run as stock."""
     batches_with(mm_inputs=[SimpleNamespace(mm_items=[]), None])
     assert_stock(engine, eligibility.MEDIA)
 
@@ -114,7 +114,7 @@ def test_images_run_as_stock(engine: Engine, batches_with: Callable[..., None]) 
 
 
 def test_it_finds_other_keys_and_values(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a stream itself, not of what the donor predicts."""
+    """They are those of the stream itself, not of the donor's prediction."""
 
     def compute(layer: Any, rows: torch.Tensor, positions: torch.Tensor) -> Any:
         normed = layer.input_layernorm(rows[:, 0])
@@ -138,11 +138,11 @@ def test_audits(engine: Engine) -> None:
     assert_audited(engine, BATCHES["three, two of them cached"], CUT)
 
 
-# ---------------------------------------------------------------- what is not known
+# ---------------------------------------------------------------- unknown models
 
 
 def test_a_loop_that_is_another_one() -> None:
-    """The model merges something else than what its layers have returned once."""
+    """The model merges something else than the tensor that its layers have returned."""
     streams = torch.arange(12.0).view(4, 3, 1)
 
     def layer(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_a_loop_that_is_another_one() -> None:
 
 
 def test_flashinfer(engine: Engine) -> None:
-    """It cannot run here; for other models it is not known to be right either."""
+    """It cannot run here, nor is it known to be right for other models."""
     module, _, name = backends.FLASHINFER.rpartition(".")
     kind = type(name, (), {"__module__": module})
     assert unsupported.find_backend_reason(kind(), gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
@@ -175,7 +175,7 @@ def test_flashinfer(engine: Engine) -> None:
 
 
 def test_no_exit_is_noted_in_captured_prefills(engine: Engine) -> None:
-    """Nobody has tried exits of these models: their captured prefills run to their end."""
+    """Exits of these models are untested: their captured prefills run to their end."""
     with (
         prefill_graphs(Backend.BREAKABLE, "breakable"),
         runner_setup.set_up_after_capture(engine.runner, engine.text_model),
@@ -188,7 +188,7 @@ def test_no_exit_is_noted_in_captured_prefills(engine: Engine) -> None:
 
 
 def test_inside_the_multimodal_model(checkpoint: Path, tmp_path: Path) -> None:
-    """Its weights are the same, and so are its answers to text."""
+    """It has the same weights, and gives the same answers to text."""
     prompts = BATCHES["three, two of them cached"]
     engine = Engine(checkpoint, **ENGINE)
     expected = run(engine, engine.schedule(prompts), "0").output.next_token_logits
@@ -202,7 +202,7 @@ def test_inside_the_multimodal_model(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_another_stream_is_the_active_one(checkpoint: Path, tmp_path: Path) -> None:
-    """That which layers read; in the published models it is the first."""
+    """Layers read the active stream, which in the published models is the first."""
     path = Path(shutil.copytree(checkpoint, tmp_path / "second"))
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"altup_active_idx": 1}))
@@ -212,7 +212,7 @@ def test_another_stream_is_the_active_one(checkpoint: Path, tmp_path: Path) -> N
 
 
 def test_in_bf16_with_sharp_attention(tmp_path: Path) -> None:
-    """It agrees on weights that were not made to be well-conditioned."""
+    """On and off agree on weights that are not made to be well-conditioned."""
     sharp = dataclasses.replace(SHAPE, sharpness=SHAPE.head_dim**0.25)
     path = reference.write_checkpoint(tmp_path, sharp)
     engine = Engine(path, **ENGINE | {"dtype": "bfloat16"})

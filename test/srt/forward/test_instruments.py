@@ -1,4 +1,4 @@
-"""SGLang's instruments beside the fast path: what checks, dumps, records or counts a forward.
+"""SGLang's instruments on the fast path: tools that check, dump, record or count a forward.
 
 Each either finds what it finds in stock, or refuses the server. Those of a server, such as its
 profiler, are in ``server/test_http_features``; the KV canary is in ``unit/test_limits``.
@@ -42,7 +42,7 @@ pytestmark = [
 
 @pytest.fixture
 def dumping(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """Have SGLang's dumper configured so, as by its environment variables."""
+    """Yield a function that configures SGLang's dumper, as its environment variables do."""
     dumper = dumpers.dumper
     before = dumper._config
     common = {"dir": str(tmp_path), "exp_name": "found", "non_intrusive_mode": "all"}
@@ -55,7 +55,7 @@ def dumping(tmp_path: Path) -> Iterator[Callable[..., None]]:
 def test_the_dumper_finds_all_rows(
     tiny_checkpoint: Path, tmp_path: Path, dumping: Callable[..., None]
 ) -> None:
-    """Though it is turned on while the server serves; on from the start: ``unit/test_limits``."""
+    """It does though it is turned on while the server serves; from the start: ``test_limits``."""
     dumper = dumpers.dumper
     dumping(server_port="reuse")
     engine = Engine(tiny_checkpoint, **ENGINE)

@@ -1,4 +1,4 @@
-"""What SGLang does to a server many times leaves no more behind than the first time.
+"""Leaks over a server's life cycles: repeated captures, updates and restarts leave nothing.
 
 Counted is from outside: attributes and hooks on SGLang's objects, the package's functions and
 objects that are alive, graphs, and entries in the package's lists. Graphs are recorded on a CPU
@@ -55,7 +55,7 @@ WITHOUT_A_BUCKET = batch_of((0, 40))
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
-    """It captures decode steps, prefills of up to 32 tokens, and the tail of one prompt.
+    """Yield an engine that captures decode steps, prefills up to 32 tokens, and a tail of one row.
 
     Each test leaves all of it captured, and the exits open.
     """
@@ -77,11 +77,11 @@ def assert_served_at_the_exit(engine: Engine) -> None:
     assert assert_served_alike(engine, TO_THE_EXIT) == counters.EXIT_CAPTURED
 
 
-# ---------------------------------------------------------------- what is left
+# ---------------------------------------------------------------- counts
 
 
 def is_of_the_package(value: Any) -> bool:
-    """Whether this is one of its functions or objects, or a function that would call one."""
+    """Return True for the package's functions and objects, and functions that would call one."""
     if isinstance(value, partial):
         return any(map(is_of_the_package, (value.func, *value.args)))
     owner = value
@@ -91,7 +91,7 @@ def is_of_the_package(value: Any) -> bool:
 
 
 def count_attributes(engine: Engine) -> Counter[str]:
-    """Those of SGLang's objects that are the package's, and the hooks on its modules."""
+    """Count the package's attributes on SGLang's objects, and hooks on SGLang's modules."""
     runner, found = engine.runner, Counter[str]()
     prefills = runner.prefill_cuda_graph_runner
     owners = [
@@ -109,7 +109,7 @@ def count_attributes(engine: Engine) -> Counter[str]:
 
 
 def count_what_is_alive() -> Counter[str]:
-    """The package's functions and objects, all attention backends, and graphs."""
+    """Count the package's functions and objects, all attention backends, and graphs."""
     recorder.replays.clear()
     gc.collect()
     found = Counter[str]()
@@ -123,7 +123,7 @@ def count_what_is_alive() -> Counter[str]:
 
 
 def count_entries() -> Counter[str]:
-    """What is in the lists, sets and tables of the package's modules."""
+    """Count the entries of the lists, sets and tables of the package's modules."""
     found = Counter[str]()
     for name, module in list(sys.modules.items()):
         if name.startswith(PACKAGE) and "_reference" not in name:
@@ -134,7 +134,7 @@ def count_entries() -> Counter[str]:
 
 
 def what_is_left(engine: Engine) -> dict[str, Any]:
-    """All that is counted, after some forwards."""
+    """Return all counts after some forwards."""
     reset_log()
     outcomes = []
     for prompts in (TO_THE_EXIT, WITHOUT_A_BUCKET):
@@ -151,7 +151,7 @@ def what_is_left(engine: Engine) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- what happens again and again
+# ---------------------------------------------------------------- repeated events
 
 
 def start_anew(engine: Engine) -> None:
@@ -186,7 +186,7 @@ def update_from_tensors(engine: Engine) -> None:
 
 
 def release_and_resume_memory(engine: Engine) -> None:
-    """What reaches the model; the memory itself is kept by a library for CUDA."""
+    """Only the calls that reach the model are made: a CUDA library keeps the memory itself."""
     model = engine.runner.model
     kept = weight_updater._export_static_state(model)
     weight_updater._import_static_state(model, kept)
@@ -219,11 +219,11 @@ def test_four_times_leave_what_one_leaves(engine: Engine, cycle: Callable[[Engin
     assert_served_at_the_exit(engine)
 
 
-# ---------------------------------------------------------------- graphs anew, while it serves
+# ---------------------------------------------------------------- recaptures while serving
 
 
 def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
-    """Their K and V, and where these are, are what they were."""
+    """Their K and V, and the slots of these, are unchanged."""
     engine.forward(engine.schedule(batch_of((0, 60))))
     where = engine.runner.token_to_kv_pool.full_to_swa_index_mapping
     theirs = [engine.runner.req_to_token_pool.req_to_token, where]
@@ -236,7 +236,7 @@ def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
 def test_a_recapture_logs_nothing_again(
     engine: Engine, said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though each takes another time."""
+    """No line is logged again, though each recapture takes another time."""
     reset_log()
     times = itertools.accumulate(itertools.count())
     monkeypatch.setattr(lifecycle, "time", SimpleNamespace(monotonic=times.__next__))
@@ -249,7 +249,7 @@ def test_a_recapture_logs_nothing_again(
 def test_graphs_are_freed_before_others_are_captured(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tail's hold SGLang's decode graphs; a device may not have room for two sets of these."""
+    """A device may not have room for the tail's graphs and two sets of SGLang's decode graphs."""
     runner = engine.runner
     before, is_freed = weakref.ref(runner.decode_cuda_graph_runner), list[bool]()
     capture = model_runner.capture_decode_graph
@@ -269,7 +269,7 @@ def test_graphs_are_freed_before_others_are_captured(
 def test_a_batch_that_still_runs_at_a_recapture(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the device has not done yet is waited for before its slots are borrowed.
+    """The host waits for the device before it borrows the batch's slots.
 
     Here the last batch writes its K and V when the device is waited for, or at the latest when a
     synthetic request runs.
@@ -312,7 +312,7 @@ def test_a_batch_that_still_runs_at_a_recapture(
 def test_slots_that_others_read_are_not_borrowed_at_a_recapture(
     engine: Engine, said: Callable[..., list[str]], shared: dict[str, Any], eager: str
 ) -> None:
-    """A transfer, or a copy to the host, does not wait. What cannot be shown is not captured.
+    """A transfer, or a copy to the host, does not wait. A tail that cannot be proven is eager.
 
     The exits are those that the start has checked.
     """

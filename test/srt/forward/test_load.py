@@ -1,4 +1,4 @@
-"""What the plugin refuses when it is loaded: settings, and an SGLang that lacks what it needs.
+"""Refusals when the plugin is loaded: wrong settings, and an SGLang that lacks a needed name.
 
 In this process, which has loaded it once: what an operator sees of it, ``server/test_load_faults``.
 """
@@ -30,7 +30,7 @@ ALL = [text_model.__name__ for text_model, _ in FORWARDS]
 
 
 def list_cut() -> list[str]:
-    """The text models whose forward is this package's."""
+    """Return the text models whose forward is this package's."""
     found = []
     for text_model, name in FORWARDS:
         if third_party.is_ours(vars(text_model).get(name)):
@@ -39,7 +39,7 @@ def list_cut() -> list[str]:
 
 
 def of_sglang() -> list[Any]:
-    """What would be wrapped."""
+    """Return the functions to be wrapped."""
     found: list[Any] = []
     for owner, name in (*patch.WRAPPED, *FORWARDS):
         found.append(getattr(owner, name))
@@ -47,7 +47,7 @@ def of_sglang() -> list[Any]:
 
 
 def refusal(caplog: pytest.LogCaptureFixture) -> str:
-    """The one line that says why nothing is patched, which nothing is."""
+    """Return the one line that says why nothing is patched; assert that nothing is."""
     caplog.clear()
     plugin.load.cache_clear()
     before = of_sglang()
@@ -95,7 +95,7 @@ def test_a_setting_that_means_nothing(
 
 @pytest.mark.parametrize("name", settings.VARIABLES)
 def test_a_setting_that_means_something(name: str) -> None:
-    """It sets what it is named after, and nothing else."""
+    """Each sets the field that it is named after, and no other."""
     setting = settings.VARIABLES[name]
     values: dict[str, Any] = {"0": False, "1": True}
     if "integer" in setting.metadata["kind"].accepted:
@@ -109,13 +109,13 @@ def test_a_setting_that_means_something(name: str) -> None:
         assert settings.read({name: value}) == expected
 
 
-# ---------------------------------------------------------------- names of SGLang's
+# ---------------------------------------------------------------- SGLang's names
 
 
 def test_fields_that_are_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a release that has given each of them another name."""
+    """A release may have given each of them another name."""
     monkeypatch.setattr(compat.batch, "ForwardBatch", SimpleNamespace(__dataclass_fields__={}))
     why = refusal(caplog)
     for name in compat.names._FIELDS:
@@ -127,7 +127,7 @@ def test_fields_that_are_gone(
 def test_a_method_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: tuple[type, str]
 ) -> None:
-    """Then no other one is wrapped."""
+    """No other method is wrapped then."""
     owner, name = place
     wrapped = dict(patch.WRAPPED)
     wrapped[owner, f"{name}_by_another_name"] = wrapped.pop(place)
@@ -145,7 +145,7 @@ def test_a_method_that_is_gone(
 def test_what_only_tells_is_gone(
     monkeypatch: pytest.MonkeyPatch, said: Callable[..., list[str]], path: str
 ) -> None:
-    """Prefills are cut all the same, and a warning says that a server cannot tell."""
+    """Prefills are still cut, and a warning says that a server cannot report it."""
     monkeypatch.setattr(patch, "OPTIONAL", {(path, "no_method"): None})
     plugin.load()
     assert plugin.why_not_installed is None
@@ -158,7 +158,7 @@ def test_what_only_tells_is_gone(
 def test_a_process_that_runs_no_model_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, imported: bool
 ) -> None:
-    """SGLang has started it, and its scheduler is not imported there, as in the detokenizer."""
+    """SGLang has started it without importing its scheduler, as the detokenizer."""
     if not imported:
         monkeypatch.delitem(sys.modules, plugin._SCHEDULER, raising=False)
     monkeypatch.setattr(plugin, "parent_process", multiprocessing.current_process)
@@ -169,7 +169,7 @@ def test_a_process_that_runs_no_model_is_left_alone(
 
 
 def _anything(*_: Any) -> None:
-    """Accepts any arguments, and does nothing."""
+    """Accept any arguments, and do nothing."""
 
 
 def test_a_signature_that_has_changed(
@@ -179,13 +179,13 @@ def test_a_signature_that_has_changed(
     assert "AttentionBackend.init_forward_metadata(self, forward_batch)" in refusal(caplog)
 
 
-# ---------------------------------------------------------------- names that one model needs
+# ---------------------------------------------------------------- names of one model
 
 
 def _another_loop(
     self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any
 ) -> None:
-    """Has the parameters of a model's forward, and runs layers that have another name."""
+    """Model forward whose layers have another name."""
     for layer in self.blocks:
         layer(positions)
 
@@ -208,7 +208,7 @@ def test_a_name_that_one_model_needs(
     name: str,
     instead: Any,
 ) -> None:
-    """It is gone, or means something else: that model runs as stock, and the other one is cut."""
+    """If it is gone or means something else, that model runs as stock, and the other one is cut."""
     module, _, model = kind.SGLANG.text_model.rpartition(".")
     owner, _, attribute = f"{module}.{name}".rpartition(".")
     monkeypatch.delattr(pkgutil.resolve_name(owner), attribute)

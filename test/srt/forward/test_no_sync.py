@@ -1,4 +1,4 @@
-"""With the fast path on, no prefill makes the host wait for the device where stock does not.
+"""Waits of the host for the device: no prefill on the fast path adds one.
 
 On a GPU a value that travels from the device to the host stalls the host until all queued kernels
 have run; every launch after it is then paid in full. No GPU is needed to see such reads: each goes
@@ -31,7 +31,7 @@ BATCHES = {**batches.BATCHES, "an intermediate chunk": CHUNKS}
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_text_prefill_reads_nothing_that_stock_does_not(engine: Engine, name: str) -> None:
-    """In planning, model and logits the package's code reads nothing, and what it calls no more."""
+    """Neither the package's code nor what it calls in planning, model and logits reads more."""
     prompts = BATCHES[name]
     scheduled, wanted = engine.schedule(prompts), expected(engine, prompts)
     assert wanted is not None

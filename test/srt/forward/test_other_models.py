@@ -1,4 +1,4 @@
-"""Models and servers other than the one engine that most tests share: each builds its own."""
+"""Models and servers other than the shared engine, each with an engine of its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine_of(path: Path, shape: Gemma4Shape, **arguments: Any) -> Engine:
 
 
 def assert_never_touched(engine: Engine) -> None:
-    """Nothing is known of its model: SGLang's own forward runs, and nothing is counted."""
+    """Assert that the model is unknown: SGLang's own forward runs, and nothing is counted."""
     assert state.find_state(engine.text_model) is None
     assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
     seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
@@ -94,7 +94,7 @@ def test_a_model_of_which_sglang_lacks_a_name(
     module: Any,
     name: str,
 ) -> None:
-    """It runs as stock and says why, as doctor does; what another model lacks is no matter."""
+    """It runs as stock and says why, as doctor does; names of other models do not matter."""
     find_missing, report = compat.names.find_missing, Report()
     find_missing.cache_clear()
     with monkeypatch.context() as lacking:
@@ -123,7 +123,7 @@ def test_a_derived_text_model_that_is_trusted(
     setting: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is cut as the model that it is derived from."""
+    """It is cut like the model that it is derived from."""
     setting(trust=(__name__,))
     with monkeypatch.context() as derived:
         derived.setattr(engine.text_model, "__class__", Derived)
@@ -133,7 +133,7 @@ def test_a_derived_text_model_that_is_trusted(
 
 
 def test_projections_with_a_bias(tmp_path: Path) -> None:
-    """Their K and V are columns of all that SGLang's own projection computes."""
+    """K and V are columns of the full output of SGLang's projection."""
     engine = engine_of(tmp_path, replace(E2B_TINY, attention_bias=True))
     for layer in engine.text_model.layers:
         assert layer.self_attn.qkv_proj.bias.any()
@@ -142,7 +142,7 @@ def test_projections_with_a_bias(tmp_path: Path) -> None:
 
 
 def test_experts_in_the_tail_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """No such model is published: a Gemma 4 with shared layers and a mixture of experts."""
+    """No published Gemma 4 has both shared layers and a mixture of experts."""
     shutil.copytree(tiny_checkpoint, tmp_path / "experts")
     file = tmp_path / "experts" / "config.json"
     config = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Beside an SGLang with a fast prefill of its own: off, this package serves; on, SGLang does.
+"""An SGLang with a fast prefill of its own: it serves with its flag on, this package with it off.
 
 Who it was is seen from the rows: SGLang cuts before the first KV-shared layer, this package inside
 the layer before it.
@@ -44,7 +44,7 @@ ROWS = 43  # of the two prompts
 
 @contextmanager
 def started(checkpoint: Path, *, flag: bool) -> Iterator[Engine]:
-    """An engine of such an SGLang, with its flag on or off, as a server starts it."""
+    """Yield an engine of such an SGLang, with its flag on or off, started as by a server."""
     arguments = ENGINE | {compat.server.FAST_PREFILL: flag}
     with own_fast_prefill.started(checkpoint, **arguments) as engine:
         yield engine
@@ -62,7 +62,7 @@ def test_off_this_package_serves(tiny_checkpoint: Path, said: Callable[..., list
 
 
 def test_on_sglang_serves(tiny_checkpoint: Path, said: Callable[..., list[str]]) -> None:
-    """This package plans nothing, and one line says what to leave out."""
+    """This package plans nothing, and one line says which setting to remove."""
     with started(tiny_checkpoint, flag=True) as engine:
         scheduled = engine.schedule(TWO_PROMPTS)
         with patched(engine.text_model, _enable_fast_prefill=lambda _: False):
@@ -82,7 +82,7 @@ def test_on_sglang_serves(tiny_checkpoint: Path, said: Callable[..., list[str]])
 
 
 def test_on_sglang_serves_in_any_release(tiny_checkpoint: Path) -> None:
-    """Also in one after the last tested: it is likely to be a release that has the flag."""
+    """A release after the last tested one counts too: it is likely to have the flag."""
     newer = mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0"))
     with newer, started(tiny_checkpoint, flag=True) as engine:
         assert state_of(engine).unsupported == unsupported.SGLANG_SERVES
@@ -108,7 +108,7 @@ def test_doctor_says_whose_serves(tiny_checkpoint: Path, flag: bool, refusals: l
 @pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
 class TestLoading:
     def test_sglangs_helpers_stay(self) -> None:
-        """And none of this package's stands beside them."""
+        """The package adds none of its own beside them."""
         with own_fast_prefill.added():
             sglangs = MODEL._yoco_truncate_to_last_tokens
             plugin.load()
@@ -118,14 +118,14 @@ class TestLoading:
             assert not hasattr(MODEL, "_yoco_eligibility")
 
     def test_patched_twice(self) -> None:
-        """Which its helpers, where it adds them, would show as well."""
+        """The package's helpers, where it adds them, must show the same."""
         with own_fast_prefill.added():
             patch.patch_sglang()
             with pytest.raises(compat.release.IncompatibleError, match="patched already"):
                 patch.patch_sglang()
 
     def test_helpers_without_the_flag(self) -> None:
-        """As in an earlier version of that change, which had no flag and was on."""
+        """An earlier version of that change had no flag and was on."""
         without = mock.patch.object(compat.server, "ServerArgs", SimpleNamespace)
         refused = pytest.raises(compat.release.IncompatibleError, match="of its own")
         with own_fast_prefill.added(), without, refused:

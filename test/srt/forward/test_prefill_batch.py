@@ -1,4 +1,4 @@
-"""A prefill of synthetic requests is, field by field, the batch that SGLang makes of such requests.
+"""Batches of synthetic requests, compared field by field with SGLang's own batches.
 
 What a field lacks shows where no test looks: SGLang's own prefill graphs write the rows of their
 padding into the cache, for example, unless the batch says how many of them are real.
@@ -26,14 +26,14 @@ ALWAYS = {
     "rids": "synthetic requests have no names",
     "sampling_info": "nothing is sampled from their logits",
 }
-# What comes after a chunk that finishes no prompt is not known: no such tokens were made up.
+# The tokens after an unfinished chunk are unknown: none were made up.
 _LONGER = {"orig_seq_lens": "the prompt's tokens to come count"}
 _NEXT = {"extend_input_logprob_token_ids_gpu": "the first token to come is the last row's"}
 
 
 _CHUNK = batch_of((20, 30), to_come=(21, 22))
 
-#: By kind of batch what is scheduled, and further fields that may differ.
+#: Kind of batch -> its requests, and further fields that may differ.
 KINDS: dict[str, tuple[list[Prompt], dict[str, str]]] = {
     "one request": (batch_of((0, 9)), {}),
     "one token": (batch_of((40, 1)), {}),
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[list[Prompt], dict[str, str]]] = {
 
 
 def of_sglang(engine: Engine, prompts: list[Prompt]) -> ForwardBatch:
-    """The batch that SGLang makes of requests that want no more logprobs than those of inputs."""
+    """Return SGLang's batch of requests that want no logprobs beyond those of inputs."""
     scheduled: ScheduleBatch = engine.schedule(prompts)
     if scheduled.return_logprob:
         scheduled.top_logprobs_nums = [0] * len(prompts)
@@ -62,7 +62,7 @@ def of_sglang(engine: Engine, prompts: list[Prompt]) -> ForwardBatch:
 
 
 def of_ours(engine: Engine, theirs: Any, prompts: list[Prompt]) -> ForwardBatch:
-    """The same requests' batch, made without a scheduler."""
+    """Return the same requests' batch, made without a scheduler."""
     starts = theirs.extend_logprob_start_lens_cpu
     lens = [len(prompt.new) for prompt in prompts]
     requests = []
@@ -86,7 +86,7 @@ def of_ours(engine: Engine, theirs: Any, prompts: list[Prompt]) -> ForwardBatch:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are alike to their last part, and of the same types."""
+    """Return True if two values are equal in all parts, and of the same types."""
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, torch.Tensor):
@@ -102,7 +102,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def unlike(theirs: ForwardBatch, ours: ForwardBatch) -> dict[str, tuple[Any, Any]]:
-    """The fields that differ: what SGLang's batch has there, and ours."""
+    """Return the fields that differ, as SGLang's value and ours."""
     ours_has, theirs_has = vars(ours), vars(theirs)
     assert ForwardBatch.__dataclass_fields__.keys() <= theirs_has.keys() == ours_has.keys()
     found: dict[str, tuple[Any, Any]] = {}
@@ -126,7 +126,7 @@ def test_every_field_is_what_sglang_makes(engine: Engine, kind: str) -> None:
 def test_what_every_batch_of_a_server_captures(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, mode: CaptureHiddenMode
 ) -> None:
-    """A server that may return hidden states: SGLang's batches are all of one mode."""
+    """All batches of a server that may return hidden states have the same mode."""
     name = "get_server_return_hidden_states_mode"
     if not hasattr(forward_batch_info, name):
         pytest.skip("in this SGLang a batch captures what its requests want")

@@ -1,4 +1,4 @@
-"""The published helpers on SGLang's own model and batches, and that no batch is held.
+"""The published helpers on SGLang's own model and batches; no batch is kept alive.
 
 ``models/`` has the helpers on the published stand-ins.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 @pytest.fixture
 def planned(engine: Engine) -> Iterator[Any]:
-    """A batch of one prompt that is planned, inside a forward's context; it may be unfinished."""
+    """Yield a planned batch of one prompt, inside a forward's context; it may be unfinished."""
     main = attention_of(engine).main
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     batch.contains_last_prefill_chunk = False
@@ -40,7 +40,7 @@ def planned(engine: Engine) -> Iterator[Any]:
 def test_the_published_helper_plans_the_tail_of_an_intermediate_chunk(
     engine: Engine, planned: Any
 ) -> None:
-    """The package runs none of it; a caller gets its attention planned, and the residual's rows."""
+    """The package runs none of it; the caller gets its attention plan, and the residual's rows."""
     main, plans = attention_of(engine).main, list[list[int]]()
     hidden = torch.randn(len(planned.input_ids), E2B_TINY.hidden_size)
 
@@ -72,7 +72,7 @@ def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held.append(weakref.ref(kwargs.get("forward_batch") or args[2]))
 
-    gc.disable()  # its memory is given back at once
+    gc.disable()  # its memory is freed at once
     try:
         with engine.text_model.register_forward_pre_hook(hook, with_kwargs=True):
             engine.forward(engine.schedule(prompts))

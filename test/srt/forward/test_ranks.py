@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks in two processes: cut together, or not at all.
+"""Two tensor-parallel ranks in two processes, which cut the same batches.
 
 Each process drives SGLang's ModelRunner; all-reduces go over gloo.
 """
@@ -55,7 +55,7 @@ def start(rank: int, path: Path, port: int, **arguments: Any) -> Engine:
 
 
 def assert_every_batch_is_cut(engine: Engine, *, captured: int = 0) -> None:
-    """As by stock, and what has so few rows as are captured is replayed."""
+    """Assert that every batch is cut with stock's results, and that captured rows are replayed."""
     attention = engine.text_model.layers[FIRST_CUT].self_attn
     assert attention.num_heads == E2B_TINY.heads // RANKS
     assert attention.num_kv_heads == 1
@@ -75,13 +75,13 @@ def assert_stock(engine: Engine, reason: object) -> None:
 
 
 def with_exits(rank: int, port: int, path: Path) -> None:
-    """The collectives of a graph are run up to the exit, then those of the tail."""
+    """Assert that a graph's collectives run up to the exit, then those of the tail."""
     from sglang.srt.runtime_context import get_parallel
 
     from harness.decode_graphs import record_tail
     from sglang_gemma4_reference import prefill_graphs
 
-    bucket = 80  # SGLang replays what fills more than half of it, as all batches here do
+    bucket = 80  # SGLang replays a batch that fills more than half of it, as all here do
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED | {"cuda_graph_bs_prefill": [bucket]})
         with one_graph_that_differs(rank):
@@ -105,7 +105,7 @@ def with_exits(rank: int, port: int, path: Path) -> None:
 
 @contextmanager
 def one_graph_that_differs(rank: int) -> Iterator[None]:
-    """On one rank; no rank replays it, and both compare the next one with the same padding."""
+    """Make one rank find a defect in a graph; no rank replays it, all use the next larger one."""
     from sglang_gemma4_yoco.checking import rounding, tail_graphs
 
     stock = tail_graphs.compare_graph
@@ -121,9 +121,9 @@ def one_graph_that_differs(rank: int) -> Iterator[None]:
 
 
 def set_up_together(rank: int, port: int, path: Path) -> None:
-    """What ranks decide together when they start, and while they serve.
+    """Assert the ranks' joint decisions at start and in service.
 
-    One engine for all of it: new attention backends begin anew.
+    One engine for all of it: new attention backends have a new state.
     """
     from sglang_gemma4_yoco.checking import self_check as checking
 
@@ -164,7 +164,7 @@ def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
 
 
 def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
-    """A defect that only one rank finds, in K and V of its own heads, disables both ranks' path."""
+    """Assert that a defect of one rank's heads disables the path on both ranks."""
     from sglang_gemma4_yoco.checking import rounding
     from sglang_gemma4_yoco.checking import self_check as checking
 
@@ -187,7 +187,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
 
 
 def with_settings_of_its_own(rank: int, engine: Engine) -> None:
-    """One that is not checked, or audits otherwise, would leave the other in a collective."""
+    """Assert that ranks' settings agree: a rank without checks would block another's collective."""
     with settings_changed(self_check=rank == 0):
         engine.runner.init_attention_backends()
     assert get_state(engine.text_model).report.check is None
@@ -198,7 +198,7 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
 
 
 def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
-    """As by another SGLang, while it serves or from its start on: no rank cuts any more."""
+    """Assert that no rank cuts any more once one's norm is called in another way."""
     from sglang_gemma4_yoco.core import model as core_model
 
     engine.runner.init_attention_backends()
@@ -215,7 +215,7 @@ def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
 
 
 def with_audits(rank: int, engine: Engine) -> None:
-    """Both run every batch again; what one of them finds turns the path off on both."""
+    """Assert that both ranks audit every batch, and that one rank's finding disables both."""
     from sglang_gemma4_yoco.checking import audit
     from sglang_gemma4_yoco.models import gemma4
 
@@ -240,7 +240,7 @@ def with_audits(rank: int, engine: Engine) -> None:
 
 
 def with_gemma3n(rank: int, port: int, path: Path) -> None:
-    """Its per-layer inputs are split over the ranks, so all are projected for all rows."""
+    """Assert that per-layer inputs, split over the ranks, are projected for all rows."""
     engine = start(rank, path, port)
     layers = len(engine.text_model.layers)
     assert engine.text_model.layers[-1].self_attn.num_heads == gemma3n.E2B_TINY.heads // RANKS
@@ -249,7 +249,7 @@ def with_gemma3n(rank: int, port: int, path: Path) -> None:
 
 
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
-    """Run ``work(rank, port, *paths)`` in a process per rank; fail when one fails or hangs."""
+    """Run ``work(rank, port, *paths)`` in a process per rank; fail if one fails or hangs."""
     arguments = (find_free_ports(1)[0], *paths)
     method = preloaded().get_start_method()
     context = start_processes(work, arguments, nprocs=RANKS, join=False, start_method=method)
@@ -279,7 +279,7 @@ def test_ranks_of_gemma3n(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks name the cause."""
+    """All ranks log the cause."""
 
     def gather(everyone: list[str], mine: str, **_: Any) -> None:
         everyone[:] = [mine, "captured: None"]
@@ -292,7 +292,7 @@ def test_a_rank_that_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
-    """They may not have this package."""
+    """Other machines may not have this package."""
     with (
         releases.published(nnodes=2),
         mock.patch.object(ranks, "find_difference", side_effect=AssertionError),

@@ -1,4 +1,4 @@
-"""What is refused runs as stock, bit for bit; and what is admitted though it reads hidden states.
+"""Refused batches, which equal stock bit for bit; and admitted readers of hidden states.
 
 ``unit/test_gate`` and ``unit/test_limits`` have all reasons. Here SGLang's own code meets what is
 refused.
@@ -61,7 +61,7 @@ def test_a_refused_server_logs_why_and_plans_nothing(
 def test_a_field_of_another_model_that_is_renamed(
     engine: Engine, restarted: Callable[..., None], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Nothing of Gemma 4 hangs on it: the package loads, and cuts."""
+    """Gemma 4 does not depend on it: the package loads, and cuts."""
     monkeypatch.delitem(ForwardBatch.__dataclass_fields__, name, raising=False)
     monkeypatch.delattr(ForwardBatch, name, raising=False)
     assert "ForwardBatch" not in " ".join(compat.names._missing())
@@ -70,7 +70,7 @@ def test_a_field_of_another_model_that_is_renamed(
 
 
 def test_diffusion_has_a_text_model_of_its_own() -> None:
-    """Block diffusion never comes through the patched class.
+    """Block diffusion never reaches the patched class.
 
     That is what SGLang's classes say; no diffusion model runs here.
     """
@@ -81,12 +81,12 @@ def test_diffusion_has_a_text_model_of_its_own() -> None:
     assert own
 
 
-# ---------------------------------------------------------------- hidden states that are captured
+# ---------------------------------------------------------------- captured hidden states
 
 
 @pytest.fixture
 def capturing(engine: Engine) -> Iterator[Any]:
-    """The served model, with whatever layers a test makes it capture."""
+    """Yield the served model, set to capture the layers that a test names."""
     model = engine.runner.model
     before = engine.text_model.layers_to_capture, model.capture_aux_hidden_states
     yield model
@@ -97,7 +97,7 @@ def capturing(engine: Engine) -> Iterator[Any]:
 def test_layers_captured_after_the_cut(
     engine: Engine, capturing: Any, batches_with: Callable[..., None], layer: int
 ) -> None:
-    """As DFlash wants them, of the last donor's output or the last layer's."""
+    """DFlash captures such layers: the last donor's output or the last layer's."""
     capturing.set_dflash_layers_to_capture([layer])
     batches_with(capture_hidden_mode=CaptureHiddenMode.FULL)
     refused = assert_stock(engine, eligibility.CAPTURED_LAYERS)
@@ -107,7 +107,7 @@ def test_layers_captured_after_the_cut(
 def test_layers_captured_before_the_cut(
     engine: Engine, capturing: Any, batches_with: Callable[..., None]
 ) -> None:
-    """Captures of the front are all rows' as always, so a reader of last rows may have them."""
+    """Captures of the front have all rows as always, so a reader of last rows may have them."""
     capturing.set_eagle3_layers_to_capture([0, 1])
     batches_with(capture_hidden_mode=CaptureHiddenMode.LAST)
     stock, fast = assert_fast(engine)
@@ -118,7 +118,7 @@ def test_layers_captured_before_the_cut(
 def test_a_server_that_captures_layers(
     engine: Engine, restarted: Callable[..., None], capturing: Any
 ) -> None:
-    """Its model returns them beside its rows in each forward, those of the check included."""
+    """Its model returns them beside its rows in each forward, the check's included."""
     capturing.set_eagle3_layers_to_capture([0, 1])
     restarted()
     assert_stock(engine, eligibility.CAPTURED_LAYERS)
@@ -140,7 +140,7 @@ def test_last_hidden_states(
 def test_full_capture_of_frozen_kv_drafts(
     engine: Engine, batches_with: Callable[..., None]
 ) -> None:
-    """Frozen-KV MTP captures all rows; of them the rows that its worker reads are right."""
+    """Frozen-KV MTP captures all rows; those that its worker reads are right."""
     batches_with(
         capture_hidden_mode=CaptureHiddenMode.FULL,
         spec_algorithm=SpeculativeAlgorithm.FROZEN_KV_MTP,
@@ -172,7 +172,7 @@ def test_drafts_that_read_no_row_but_the_last(
 
 
 def test_a_mixed_batch_that_stays_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang 0.5.23 calls it an extend before the model sees it, older releases do not."""
+    """SGLang 0.5.23 makes an extend of it before the model runs, older releases do not."""
     decoding = Prompt((30, 31), (32,), decodes=True)
     scheduled = engine.schedule([*batch_of((20, 30)), decoding])
     assert scheduled.forward_mode is ForwardMode.MIXED

@@ -1,4 +1,4 @@
-"""The check at start: it runs both paths, finds what is broken, and restores all state."""
+"""The check at start: it runs both paths, finds defects, and restores all state."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 @contextmanager
 def nothing_left(engine: Engine) -> Iterator[None]:
-    """The span leaves tables, pools, counters and the model as they were."""
+    """Assert that the block leaves tables, pools, counters and the model unchanged."""
     counted = dict(counters.served.forwards)
     with tensors_unchanged(engine):
         yield
@@ -69,11 +69,11 @@ def nothing_left(engine: Engine) -> Iterator[None]:
     assert_fast(engine)
 
 
-# ---------------------------------------------------------------- what it does
+# ---------------------------------------------------------------- course of the check
 
 
 def test_both_paths_are_taken(engine: Engine, said: Callable[..., list[str]]) -> None:
-    """Stock once; the cut made of stock's rows, of each kind once; and once as it serves.
+    """Stock runs once; the cut once on stock's rows, of each kind; and once as in service.
 
     Nothing is left of it, counted or logged.
     """
@@ -95,7 +95,7 @@ def test_both_paths_are_taken(engine: Engine, said: Callable[..., list[str]]) ->
 
 
 def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Engine) -> None:
-    """Triton compiles them for 1 request and for multiples of 16; the comparisons have 3."""
+    """Triton compiles for 1 request and for multiples of 16; the comparisons have 3."""
     state = get_state(engine.text_model)
     before, tail = FIRST_SHARED - 1, LAYERS - FIRST_SHARED + 1
     for most, numbers in ((4096, [1, 16]), (15, [1])):
@@ -106,11 +106,11 @@ def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Eng
         assert forwards[5 : 5 + len(expected)] == expected
 
 
-# ---------------------------------------------------------------- what it finds
+# ---------------------------------------------------------------- findings
 
 
 def test_slots_of_the_requests_may_be_written(engine: Engine) -> None:
-    """And slot 0, which is for padding; another one: ``test_forced``."""
+    """Slot 0, which is for padding, may be too; any other one: ``test_forced``."""
     [first, *_] = engine.kv_buffers()[0]
     with make_synthetic_requests(engine.runner, get_state(engine.text_model)) as synthetic:
         first[synthetic.requests[0].window_slots] = 0.5
@@ -122,7 +122,7 @@ LAST = 5  # of the check's forwards: stock, three on stock's rows, and a whole o
 
 
 def test_no_event_of_its_own_is_left(engine: Engine) -> None:
-    """SGLang's scheduler waits for that of the batch that it has launched last."""
+    """SGLang's scheduler waits for the event of the batch that it launched last."""
     runner, launched = engine.runner, object()
     state = get_state(engine.text_model)
     with patched(runner, shared_read_done_event=launched):
@@ -132,7 +132,7 @@ def test_no_event_of_its_own_is_left(engine: Engine) -> None:
 
 
 def test_a_plan_that_no_forward_has_taken(engine: Engine) -> None:
-    """It is none of the check's, and is counted when the next batch of a user is planned."""
+    """The check ignores it, and it is counted when a user's next batch is planned."""
     state = get_state(engine.text_model)
     with mock.patch.object(state, "planned_rows", 7):
         assert checked(engine).agrees
@@ -140,7 +140,7 @@ def test_a_plan_that_no_forward_has_taken(engine: Engine) -> None:
 
 
 def test_logits_that_are_no_numbers(engine: Engine) -> None:
-    """Of the whole forward alone, as what a forward finds in memory is."""
+    """The whole forward alone can give such logits, from values that it finds in memory."""
     forwards = count(1)
 
     def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
@@ -156,7 +156,7 @@ def test_logits_that_are_no_numbers(engine: Engine) -> None:
 def test_answers_of_another_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, forward: int
 ) -> None:
-    """What the tail gives is right, and not what SGLang reads: of last rows, and of suffixes."""
+    """The tail's output is right, but SGLang reads other rows: last rows, and suffixes."""
     processor, forwards = engine.runner.model.logits_processor, count(1)
     stock = processor.forward
 
@@ -185,12 +185,12 @@ def test_the_threshold_has_no_say(engine: Engine, setting: Callable[..., None]) 
     assert settings.current.min_skipped_rows == 1000
 
 
-# ---------------------------------------------------------------- what becomes of it
+# ---------------------------------------------------------------- consequences
 
 
 @pytest.fixture
 def started(engine: Engine) -> Iterator[ModelState]:
-    """What is known of the engine's model before its graphs are captured."""
+    """Yield the model state of the engine before its graphs are captured."""
     engine.runner.init_attention_backends()
     yield get_state(engine.text_model)
     engine.runner.init_attention_backends()
@@ -198,12 +198,12 @@ def started(engine: Engine) -> Iterator[ModelState]:
 
 
 def capture(engine: Engine) -> None:
-    """What follows SGLang's own captures."""
+    """Run the steps after SGLang's own captures."""
     runner_setup.set_up(engine.runner, get_state(engine.text_model))
 
 
 def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list[str], list[str]]:
-    """What is logged when the engine's graphs are captured: that the path is on, and errors."""
+    """Return the log of a capture of the engine's graphs: "is on" lines, and errors."""
     capture(engine)
     return [line for line in said() if " is on: " in line], said(logging.ERROR)
 
@@ -211,7 +211,7 @@ def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list
 def test_it_is_made_once_and_the_start_line_has_its_worst_comparison(
     started: ModelState, engine: Engine, said: Callable[..., list[str]]
 ) -> None:
-    """After an update of weights graphs are captured anew, while prefixes are cached."""
+    """After a weight update graphs are captured again, while prefixes are cached."""
     [line], _ = lines_of_start(engine, said)
     first = result_of_check(started)
     _, _, compared = line.partition(", self-check passed: worst error ")
@@ -248,7 +248,7 @@ def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch
     kind: Any = type(engine.text_model)
     for owner, name, value, reason in (
         (state, "is_capturing", lambda: True, eligibility.CAPTURING),
-        # As where another plugin has put a forward of its own in the place of the package's.
+        # As if another plugin has replaced the package's forward by its own.
         (kind, "forward", kind.forward.__wrapped__, check.NOT_SEEN),
         # As where a graph of SGLang's runs the layers.
         (layerwise, "call_before_layers", lambda *_: nullcontext(), check.NOT_SEEN),
@@ -284,7 +284,7 @@ def test_a_server_that_cannot_be_checked_is_stock(
 
 
 def test_a_start_that_fails_is_stock(engine: Engine, said: Callable[..., list[str]]) -> None:
-    """SGLang goes on; when it starts anew, so does the fast path."""
+    """SGLang continues; the next start tries the fast path again."""
     with mock.patch.object(unsupported, "find_pool_reason", side_effect=InjectedError):
         engine.runner.init_attention_backends()
     assert_stock(engine, runner_setup.NOT_SET_UP)
@@ -310,7 +310,7 @@ def test_a_capture_of_sglangs_goes_on(
 def test_samples_are_those_of_a_server_without_the_check(
     started: ModelState, engine: Engine
 ) -> None:
-    """Even where a layer draws random numbers, as stochastic rounding does."""
+    """This holds even if a layer draws random numbers, as stochastic rounding does."""
 
     def draw(*_: Any) -> None:
         torch.rand(1)
@@ -333,7 +333,7 @@ def test_samples_are_those_of_a_server_without_the_check(
 def test_prefills_that_never_come_by(
     engine: Engine, said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was set up is not what happens: twenty such prefills, and it is no longer "active".
+    """After twenty prefills that bypass the path, the status is no longer "active".
 
     Another plugin has put a forward of its own, here SGLang's, in the place of the package's.
     """
@@ -374,7 +374,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
 
 
 def test_keys_of_the_pool_are_as_large_as_the_models(engine: Engine) -> None:
-    """Gemma 4 scales no scores: larger keys would be attended to as no prompt's are."""
+    """Gemma 4 does not scale scores: larger keys would get more attention than any prompt's."""
     with check.run_both_paths(engine.runner, get_state(engine.text_model)) as both:
         [request, *_] = [r for r in both._requests.requests if r.cached]
         for layer, (keys, _) in zip(engine.text_model.layers, engine.kv_buffers(), strict=False):

@@ -1,4 +1,4 @@
-"""The check at start of a server with few rows in its table, small pools or short contexts.
+"""The check at start of a server with few requests, small pools or short contexts.
 
 Prompts longer than the window are compared all the same, one after another where they have no room
 beside each other: else a window one key too short or too long would pass as "checked". What a
@@ -44,17 +44,17 @@ TOO_FEW, JUST_ENOUGH, PLENTY = 41, 42, 4096
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint."""
+    """Return a checkpoint's path."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE)
 
 
 def start_engine(path: Path, **arguments: Any) -> Engine:
-    """An engine whose fast path the check has turned on, or off."""
+    """Return an engine whose fast path the check has turned on, or off."""
     return Engine(path, **(ENGINE | arguments))
 
 
 def find_wrong_windows(engine: Engine) -> list[str]:
-    """Those that the check finds; it finds none in what is right, and leaves nothing."""
+    """Return the wrong windows that the check finds; assert that right ones pass."""
     found = []
     with tensors_unchanged(engine):
         assert checked(engine).agrees
@@ -68,7 +68,7 @@ def find_wrong_windows(engine: Engine) -> list[str]:
 @pytest.mark.parametrize("tokens", [JUST_ENOUGH, JUST_ENOUGH + 1, PLENTY])
 @pytest.mark.parametrize("running", [1, 2, 3])
 def test_wrong_windows_are_found(path: Path, running: int, tokens: int) -> None:
-    """And several prompts are compared in one batch, where the server has such."""
+    """Several prompts are compared in one batch, where the server has such batches."""
     engine = start_engine(path, max_running_requests=running, max_total_tokens=tokens)
     assert find_wrong_windows(engine) == [SHORT, LONG]
     batches = synthetic_requests.choose_batches(engine.runner, state_of(engine))
@@ -87,14 +87,14 @@ def test_wrong_windows_are_found(path: Path, running: int, tokens: int) -> None:
 def test_windows_that_no_prompt_exceeds(
     path: Path, arguments: dict[str, Any], found: list[str]
 ) -> None:
-    """No key is outside of the longest prompt's window, so the check is whole without one."""
+    """The longest prompt is within the window: the check is complete without a longer one."""
     engine = start_engine(path, disable_hybrid_swa_memory=True, **arguments)
     assert find_wrong_windows(engine) == found
     assert state_of(engine).unsupported is None
 
 
 def test_what_has_no_room_is_not_served(path: Path, said: Callable[..., list[str]]) -> None:
-    """Prompts may be longer than the window, and K and V of none of these fit into its pool."""
+    """Prompts may be longer than the window, but the pool has no room for the K and V of one."""
     with mock.patch.object(MemoryPoolConfigurator, "validate_swa_pool_size"):
         engine = start_engine(path, max_total_tokens=TOO_FEW)
     reason = f"{check.UNCHECKED}: {synthetic_requests.NO_ROOM}"
@@ -107,14 +107,14 @@ def test_what_has_no_room_is_not_served(path: Path, said: Callable[..., list[str
 
 
 def test_two_short_prompts_have_no_room_beside_each_other(path: Path) -> None:
-    """In any server of a user's they have."""
+    """A real server always has room for both."""
     for tokens, is_whole in ((13, False), (14, True)):
         engine = start_engine(path, disable_hybrid_swa_memory=True, max_total_tokens=tokens)
         assert (state_of(engine).unsupported is None) == is_whole
 
 
 def test_a_captured_tail_with_less_room_than_the_table(path: Path) -> None:
-    """Of three requests; it is captured for one row and for two, and replayed on these."""
+    """The table has three requests; the tail is captured for one row and two, and replayed so."""
     engine = start_engine(path, max_running_requests=3, cuda_graph_bs_decode=[2])
     with recorded_decode_steps(engine):
         tail = state_of(engine).captured

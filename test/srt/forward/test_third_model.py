@@ -1,4 +1,4 @@
-"""A third model is one file and one entry: ``harness.third_yoco`` and what is registered here.
+"""A third model, added by one file and one entry: ``harness.third_yoco``, registered here.
 
 Of 6 layers the last 3 are KV-shared, so the cut is in layer 2. Nothing else in the package, and
 nothing in SGLang, knows this model.
@@ -72,7 +72,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _known() -> Iterator[None]:
-    """SGLang knows the model, and the package has its entry; to load both is to wrap its forward.
+    """Register the model in SGLang and in the package; loading both wraps its forward.
 
     It is not SGLang's code, which the operator says may be trusted.
     """
@@ -102,7 +102,7 @@ def test_random_batches(engine: Engine, name: str) -> None:
 
 
 def test_what_is_known_where_no_runner_has_started_it(engine: Engine) -> None:
-    """As of a model that another program has built."""
+    """Another program may have built the model."""
     state_of(engine).close()
     adapter: Any = get_state(engine.text_model).adapter
     assert adapter is third_yoco
@@ -111,7 +111,7 @@ def test_what_is_known_where_no_runner_has_started_it(engine: Engine) -> None:
 
 
 def test_embeddings_are_restored_after_a_failure(engine: Engine) -> None:
-    """They are scaled in place, and passed as another argument than Gemma's."""
+    """They are scaled in place, and passed under another argument name than Gemma's."""
     scheduled = engine.schedule(TWO_PROMPTS)
     stock = run(engine, scheduled, "0")
     with failing(engine, "last tail layer"):
@@ -125,7 +125,7 @@ def test_embeddings_are_restored_after_a_failure(engine: Engine) -> None:
 
 
 def assert_agrees(engine: Engine) -> None:
-    """The check at start, made once more, finds nothing but rounding."""
+    """Assert that another check at start finds nothing beyond rounding."""
     assert state_of(engine).unsupported is None
     found = checked(engine)
     assert found.worst is not None, found

@@ -1,4 +1,4 @@
-"""A release of SGLang after the last tested one: stock, unless the operator wants it.
+"""A release of SGLang after the last tested one: stock, unless the operator enables it.
 
 With ``SGLANG_GEMMA4_YOCO_UNTESTED=1`` it is cut after the check at start; the tail extends, since
 its decode step may count the keys of a window differently, and is not captured.
@@ -37,13 +37,13 @@ PROMPTS = batch_of((0, 40), (90, 5), (0, 3))
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Any) -> Engine:
-    """The engine of other tests, whose graphs may be captured."""
+    """Return the engine of other tests, whose graphs may be captured."""
     return Engine(tiny_checkpoint, **ENGINE, cuda_graph_bs_decode=[MOST])
 
 
 @pytest.fixture
 def untested(engine: Engine, setting: Callable[..., None]) -> Iterator[Callable[..., None]]:
-    """Have an SGLang start that is newer than the last tested one, with these settings."""
+    """Yield a function that starts an SGLang newer than the last tested one, with settings."""
 
     def start(*, untested: bool = False, self_check: bool = True) -> None:
         setting(graph_rows=MOST, untested=untested, self_check=self_check)
@@ -62,7 +62,7 @@ def untested(engine: Engine, setting: Callable[..., None]) -> Iterator[Callable[
 def test_by_default_it_is_stock(
     engine: Engine, untested: Callable[..., None], said: Callable[..., list[str]]
 ) -> None:
-    """One line says why, and it is the reason in /server_info; metrics count it by itself."""
+    """One line says why, as does /server_info; metrics count the reason separately."""
     untested()
     reason = state_of(engine).unsupported
     assert reason is not None
@@ -81,7 +81,7 @@ def test_by_default_it_is_stock(
 def test_with_the_setting_it_extends_eagerly(
     engine: Engine, untested: Callable[..., None], said: Callable[..., list[str]]
 ) -> None:
-    """After the check, and although SGLang's decode steps are captured."""
+    """The check passes first; the tail is eager although SGLang's decode steps are captured."""
     untested(untested=True)
     state = state_of(engine)
     assert (state.unsupported, state.captured) == (None, None)
@@ -110,7 +110,7 @@ def test_a_check_that_finds_a_defect_turns_it_off(
 
 
 def broken(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The check of a model whose tail's keys are wrong."""
+    """Return the check of a model whose tail's keys are wrong."""
 
     def check_model(runner: Any, state: Any) -> Any:
         with BREAKAGES["keys doubled"](state):
@@ -129,7 +129,7 @@ def test_without_the_check_it_is_stock(engine: Engine, untested: Callable[..., N
 
 
 def test_a_model_outside_of_a_server_is_stock(engine: Engine) -> None:
-    """Also for the published helper, which asks before a runner has started the model."""
+    """The published helper, which asks before a runner has started the model, is stock too."""
     with mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0")):
         with settings_changed(untested=False):
             assert unsupported.find_server_reason() is not None

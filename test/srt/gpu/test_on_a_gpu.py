@@ -1,4 +1,4 @@
-"""What only a GPU can show: its kernels' answers, its waits, its launches, its graphs and memory.
+"""Tests that need a GPU: its kernels' answers, waits, launches, graphs and memory.
 
 ``python3 scripts/run_tests.py --gpu``, in an environment whose SGLang runs on the GPU. The model
 has E2B's dimensions and random weights: no checkpoint is needed. Answers may be twice as far from
@@ -67,13 +67,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def rounding(engine: Engine) -> float:
-    """How far stock's own answers are from each other."""
+    """Return the distance between stock's own answers."""
     engine.runner.decode_cuda_graph_runner = None
     return find_rounding(engine)
 
 
 def captured_by(engine: Engine) -> TailGraphs:
-    """The tail, which was captured just now; decode steps run eagerly."""
+    """Return the newly captured tail; decode steps run eagerly."""
     engine.runner.decode_cuda_graph_runner = None
     state = state_of(engine)
     assert isinstance(state.captured, TailGraphs), state.report
@@ -82,7 +82,7 @@ def captured_by(engine: Engine) -> TailGraphs:
 
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
-    """The captured tail."""
+    """Return the captured tail."""
     if state_of(engine).captured is None:
         releases.record_decode_steps(engine.runner)
     return captured_by(engine)
@@ -90,7 +90,7 @@ def tail(engine: Engine) -> TailGraphs:
 
 @pytest.fixture
 def eager(engine: Engine) -> None:
-    """The tail runs eagerly."""
+    """Make the tail eager."""
     lifecycle.drop_tail(state_of(engine), lifecycle.NOT_YET)
 
 
@@ -145,7 +145,7 @@ def test_the_host_waits_for_nothing(
 
 
 def launches(engine: Engine, batch: Any, way: str) -> Counter[str]:
-    """How often the host called the CUDA driver for a kernel or a graph."""
+    """Count the host's launches of kernels and graphs through the CUDA driver."""
     timed(engine, batch, way)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         timed(engine, batch, way)
@@ -171,7 +171,7 @@ def test_a_replay_is_one_launch(engine: Engine, tail: TailGraphs) -> None:
 
 
 def test_replayed_equals_eager_bit_for_bit(engine: Engine, tail: TailGraphs) -> None:
-    """For as many rows as were captured: the same kernels on the same numbers."""
+    """For as many rows as were captured, the same kernels run on the same numbers."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def fill(inputs: graphs.Inputs) -> None:
@@ -192,7 +192,7 @@ def test_replayed_equals_eager_bit_for_bit(engine: Engine, tail: TailGraphs) -> 
 
 
 def test_what_the_capture_costs(engine: Engine, eager: None) -> None:
-    """At most twice the 100 MiB that README names, beside SGLang's own graphs."""
+    """It costs at most twice the 100 MiB that README names, beside SGLang's own graphs."""
     engine.runner.init_decode_cuda_graph()
     lifecycle.drop_tail(state_of(engine), lifecycle.NOT_YET)
     torch.cuda.synchronize()
@@ -209,7 +209,7 @@ def test_what_the_capture_costs(engine: Engine, eager: None) -> None:
 def test_a_capture_that_fails_leaves_a_working_device(
     engine: Engine, rounding: float, eager: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What CUDA refuses while it captures: a value that the host waits for."""
+    """A capture fails if the host waits for a value: CUDA refuses that."""
     stock = Bucket._run
 
     def waiting(bucket: Bucket) -> torch.Tensor:
@@ -232,7 +232,7 @@ def test_a_capture_that_fails_leaves_a_working_device(
 
 
 def test_decode_steps_after_a_replay(engine: Engine, rounding: float, tail: TailGraphs) -> None:
-    """They read the K and V that were written before it."""
+    """They read the K and V that were written before the replay."""
     prompts, steps = batch_of((0, 600), (512, 40)), tokens(random.Random(0), 4)
     logits = {}
     for switch in ("0", "1"):

@@ -1,4 +1,4 @@
-"""Prefills that SGLang replays from CUDA graphs: first whether its replays hold at all, then exits.
+"""Prefills that SGLang replays from CUDA graphs: first SGLang's own replays, then exits.
 
 SGLang cannot capture these models without the package's repair; that repair is all that the first
 tests have of the package. SGLang itself says of multimodal models that their prefills may fault
@@ -75,12 +75,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def rounding(engine: Engine) -> float:
-    """How far stock's own answers are from each other."""
+    """Return the distance between stock's own answers."""
     return find_rounding(engine)
 
 
 def answers(engine: Engine, prompts: Sequence[Prompt], *ways: str) -> list[Answer]:
-    """What the batch gives in these ways."""
+    """Return the batch's answers in these ways."""
     batch = engine.schedule(prompts)
     found: list[Answer] = []
     for way in ways:
@@ -125,7 +125,7 @@ def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
 
 @pytest.fixture
 def exits(engine: Engine, setting: Callable[..., None]) -> None:
-    """They are open, and any skipped row is worth it."""
+    """Open the exits; any skipped row pays."""
     setting(min_skipped_rows=1)
     facts = get_state(engine.text_model).report
     assert str(facts.exits).startswith("open"), facts
@@ -137,7 +137,7 @@ def exits(engine: Engine, setting: Callable[..., None]) -> None:
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.usefixtures("exits")
 def test_it_leaves_at_the_exit(engine: Engine, rounding: float, name: str) -> None:
-    """As the eager cut; and up to the exit it is the very graph that stock replays."""
+    """It runs as the eager cut; up to the exit it is the graph that stock replays."""
     # The exit first: the tail's inputs are still another batch's then.
     replayed, eager, stock = answers(engine, BATCHES[name], ON_REPLAYED, "on", OFF_REPLAYED)
     assert eager.path == counters.TAIL_CAPTURED
@@ -150,7 +150,7 @@ def test_it_leaves_at_the_exit(engine: Engine, rounding: float, name: str) -> No
 @pytest.mark.parametrize("ways", [(OFF_REPLAYED,), (OFF_REPLAYED, "on", ON_REPLAYED)])
 @pytest.mark.usefixtures("exits")
 def test_replays_leave_nothing_behind(engine: Engine, ways: tuple[str, ...]) -> None:
-    """All share one pool and one output: each gives the same again after other ways and buckets."""
+    """All share one pool and one output: each gives the same after other ways and buckets."""
     first = {name: answers(engine, prompts, ways[-1])[0] for name, prompts in FULL.items()}
     for name in [*reversed(FULL), *list(FULL)[::2]]:
         *_, again = answers(engine, FULL[name], *ways)

@@ -1,1 +1,1 @@
-"""What the tests share: batches, requests, servers, and observers from outside."""
+"""Shared code of the tests: batches, requests, servers, and observers from outside."""

@@ -41,7 +41,7 @@ NOT_ASCII = [
 
 @dataclass(frozen=True)
 class Answer(comparing.Answer):
-    """What one request got back; in the chat API tokens are known by their text.
+    """Answer to one request; in the chat API tokens are known by their text.
 
     Attributes:
         loaded_tokens: of the cached ones, those that came back from the host.
@@ -55,12 +55,12 @@ class Answer(comparing.Answer):
 
     @property
     def logprobs(self) -> list[float]:
-        """Of the generated tokens."""
+        """Return the log-probabilities of the generated tokens."""
         return [position.logprob for position in self.generated]
 
     @property
     def input_logprobs(self) -> list[float]:
-        """Of the prompt's tokens, where the request wants them."""
+        """Return the log-probabilities of the prompt's tokens, if the request wants them."""
         return [position.logprob for position in self.read]
 
 
@@ -80,12 +80,12 @@ class Compared(Generic[A]):
 
     @property
     def rows(self) -> list[list[int]]:
-        """Rows that each layer of the fast server computed, forward by forward."""
+        """Return the rows that each layer of the fast server computed, forward by forward."""
         return [prefill.rows for prefill in self.prefills]
 
 
 def compare(servers: tuple[S, S], ask: Callable[[S], list[A]]) -> Compared[A]:
-    """Send the same requests to both servers, their prefix caches empty at first."""
+    """Send the same requests to both servers, whose prefix caches start empty."""
     answers, prefills = [], []
     for server in servers:
         server.forget_prefixes()
@@ -106,7 +106,7 @@ def assert_alike(
     captured: Sequence[int] = (),
     close_calls: int = 0,
 ) -> Compared[A]:
-    """One server takes the fast path for these requests, and gives stock's answers.
+    """Assert that one server takes the fast path for these requests, and gives stock's answers.
 
     Args:
         ask: sends the requests to one server. Answers that are no ``Answer`` must be equal.
@@ -127,7 +127,7 @@ def assert_alike(
 
 
 def by_process(prefills: Sequence[Prefill]) -> list[list[Prefill]]:
-    """The prefill forwards of each model process."""
+    """Return the prefill forwards of each model process."""
     found: dict[int, list[Prefill]] = defaultdict(list)
     for prefill in prefills:
         found[prefill.process].append(prefill)
@@ -135,7 +135,7 @@ def by_process(prefills: Sequence[Prefill]) -> list[list[Prefill]]:
 
 
 def assert_ranks_alike(prefills: Sequence[Prefill], ranks: int) -> None:
-    """Each of so many ranks ran every batch, and cut it alike."""
+    """Assert that ``ranks`` processes ran every batch, and cut it alike."""
     first, *others = by_process(prefills)
     assert len(others) == ranks - 1
     for other in others:
@@ -144,7 +144,7 @@ def assert_ranks_alike(prefills: Sequence[Prefill], ranks: int) -> None:
 
 
 def assert_same_answers(both: Compared[Any], *, close_calls: int = 0) -> None:
-    """Same tokens, and log-probabilities within the tolerance.
+    """Assert equal tokens, and log-probabilities within the tolerance.
 
     Args:
         close_calls: how many answers may differ where stock's two likeliest tokens are almost
@@ -164,7 +164,7 @@ def assert_same_answers(both: Compared[Any], *, close_calls: int = 0) -> None:
 def assert_same_tokens(
     both: Compared[list[int]], prompts: Sequence[list[int]], stock: Server
 ) -> None:
-    """Same tokens, but for one close call: stock gives its log-probabilities anew."""
+    """Assert equal tokens, but for one close call, which stock's log-probabilities confirm."""
     parted = 0
     for prompt, on, off in zip(prompts, both.on, both.off, strict=True):
         assert len(on) == len(off) > 0
@@ -177,12 +177,12 @@ def assert_same_tokens(
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """A prompt of random text tokens, always the same for a seed."""
+    """Return random text tokens, always the same for a seed."""
     return workload.random_tokens(random.Random(seed), count, E2B_TINY.vocab_size)
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of so many tokens; those of one length differ by the seed."""
+    """Return prompts of these lengths; those of one length differ by the seed."""
     found: list[list[int]] = []
     for length in lengths:
         found.append(tokens(length, seed=seed + length))
@@ -190,12 +190,12 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def one_by_one(*prompts: list[int], **body: Any) -> Callable[[Either], list[Answer]]:
-    """Requests that wait for one another, for ``compare``."""
+    """Return a function for ``compare`` that sends the requests one after another."""
     return lambda server: [generate(server, prompt, **body)[0] for prompt in prompts]
 
 
 def at_once(ask: Callable[[R], A], requests: Sequence[R]) -> list[A]:
-    """What ``ask`` gives for each of these requests, by as many clients at the same time."""
+    """Return the answers to these requests, each sent by a concurrent client."""
     with ThreadPoolExecutor(len(requests)) as clients:
         return list(clients.map(ask, requests))
 
@@ -203,7 +203,7 @@ def at_once(ask: Callable[[R], A], requests: Sequence[R]) -> list[A]:
 def generate(
     server: Either, input_ids: Any, *, new_tokens: int = NEW_TOKENS, **body: Any
 ) -> list[Answer]:
-    """Greedy answers of /generate to one prompt (a list of ids) or to a batch of them."""
+    """Return greedy answers of /generate to one prompt (a list of ids) or to a batch of them."""
     sampling = GREEDY | {"max_new_tokens": new_tokens}
     body = {"return_logprob": True, "top_logprobs_num": 2, **body}
     replies = server.generate(input_ids=input_ids, sampling_params=sampling, **body)
@@ -211,7 +211,7 @@ def generate(
 
 
 def outputs(server: Server, prompt: Any, **sampling: Any) -> list[list[int]]:
-    """Token ids of every answer to one prompt, or to a batch of them.
+    """Return the token ids of every answer to one prompt, or to a batch of them.
 
     SGLang mixes decode steps with chunks only of requests that want no log-probabilities, as these.
     """
@@ -220,7 +220,7 @@ def outputs(server: Server, prompt: Any, **sampling: Any) -> list[list[int]]:
 
 
 def drafted(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple[Any, ...]]:
-    """Greedy answers to prompts that are sent together: tokens, and how many drafts were right.
+    """Return greedy answers to concurrent prompts: tokens, and how many drafts were right.
 
     The latter as a histogram: in how many steps 0, 1, 2, ... drafts were right. The third value is
     how many an assistant has proposed; None without one.
@@ -240,7 +240,7 @@ def drafted(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple
 
 
 def next_turn(server: Either, prompt: list[int], more: list[int]) -> list[Answer]:
-    """The answer to a prompt, and to that prompt with its answer and more tokens."""
+    """Return the answers to a prompt, and to that prompt with its answer and more tokens."""
     [first] = generate(server, prompt)
     return [first, *generate(server, [*prompt, *first.tokens, *more])]
 
@@ -248,7 +248,7 @@ def next_turn(server: Either, prompt: list[int], more: list[int]) -> list[Answer
 def assert_new_weights(
     servers: tuple[Server, Server], directory: Path, **how: Any
 ) -> Compared[Answer]:
-    """``assert_alike``, with the servers' own weights, with others, and with their own again."""
+    """Run ``assert_alike`` with the servers' own weights, with others, and with their own again."""
     own = servers[0].checkpoint
     other = write_checkpoint(directory / "other", replace(E2B_TINY, seed=7))
 
@@ -268,7 +268,7 @@ def assert_new_weights(
 
 
 def traffic(server: Server, requests: Sequence[workload.Request], clients: int) -> list[Any]:
-    """The answers to random requests; no slot may leak."""
+    """Return the answers to random requests; assert that no slot leaks."""
     server.forget_prefixes()
     client = Client(server.url)
     answers = workload.ask_all(client, requests, concurrency=clients)
@@ -280,7 +280,7 @@ def traffic(server: Server, requests: Sequence[workload.Request], clients: int) 
 def assert_same_traffic(
     requests: Sequence[workload.Request], stock: list[Any], tested: list[Any], server: Server
 ) -> None:
-    """Both servers' answers to random requests are the same, and were compared with something.
+    """Assert that both servers' answers to random requests agree, and that some were compared.
 
     Args:
         server: the stock one.
@@ -294,7 +294,7 @@ def assert_same_traffic(
 
 
 def beside_decoding(server: Server, short: list[int], long: list[int]) -> list[list[int]]:
-    """Answers to two prompts, the long one sent while the other's answer is generated.
+    """Return answers to two prompts, the long one sent while the other's answer is generated.
 
     The short prompt's answer has 120 tokens, so as not to end too soon on a busy machine.
     """
@@ -318,7 +318,7 @@ def _answer(reply: dict[str, Any], wanted: int) -> Answer:
 
 
 def chat(server: Server, content: Any, *, stream: bool = False, **body: Any) -> Answer:
-    """The greedy answer of /v1/chat/completions to one user message."""
+    """Return the greedy answer of /v1/chat/completions to one user message."""
     reply = server.chat(
         messages=[{"role": "user", "content": content}],
         temperature=0,
@@ -340,12 +340,12 @@ def chat(server: Server, content: Any, *, stream: bool = False, **body: Any) -> 
 
 
 def over_a_chunk_boundary() -> list[dict[str, Any]]:
-    """The content of a user message: an image whose tokens fall into two chunks."""
+    """Return the content of a user message: an image whose tokens fall into two chunks."""
     return [{"type": "text", "text": "x" * (CHUNK - 20)}, *picture("purple", size=480)]
 
 
 def picture(colour: str, size: int = 96) -> list[dict[str, Any]]:
-    """The content of a user message: a square image of one colour, and a question."""
+    """Return the content of a user message: a square image of one colour, and a question."""
     return [
         {"type": "image_url", "image_url": {"url": workload.picture(colour, size)}},
         {"type": "text", "text": "What is this?"},

@@ -1,4 +1,4 @@
-"""What the interpreter does: files that it opens, what it imports, the package's functions."""
+"""Audit of the interpreter: opened files, imports, and entered functions of the package."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
             seen[event, str(args[0])] += 1
 
 
-sys.addaudithook(_hook)  # for good: Python takes none away
+sys.addaudithook(_hook)  # permanently: Python removes none
 
 
 @contextmanager
 def audited() -> Iterator[Counter[tuple[str, str]]]:
-    """How often each (event, file or module) comes in the span."""
+    """Count each (event, file or module) in the ``with`` block."""
     seen: Counter[tuple[str, str]] = Counter()
     _recorded.append(seen)
     try:
@@ -43,7 +43,7 @@ def audited() -> Iterator[Counter[tuple[str, str]]]:
 
 
 class Operations(TorchDispatchMode):
-    """The operations that run while it is entered: their names and arguments."""
+    """Mode that records the operations that run, with their names and arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations
@@ -57,7 +57,7 @@ class Operations(TorchDispatchMode):
 
 
 def functions_entered(engine: Engine, prompts: Sequence[Prompt]) -> set[tuple[str, str, int]]:
-    """File, name and line of the package's functions in a prefill that is not the first.
+    """Return file, name and line of the package's functions in a prefill other than the first.
 
     Its planning included; lambdas and generators are functions too.
     """

@@ -11,17 +11,17 @@ from sglang_gemma4_reference.engine import Prompt
 
 
 def tokens(draw: random.Random, count: int) -> tuple[int, ...]:
-    """Random token ids, none of them special."""
+    """Return random token ids, none of them special."""
     return tuple(draw.randrange(20, 500) for _ in range(count))
 
 
 def new_rows(prompts: Sequence[Prompt]) -> int:
-    """How many rows a forward of these prompts has."""
+    """Return the number of rows of a forward of these prompts."""
     return sum(len(prompt.new) for prompt in prompts)
 
 
 def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
-    """Rows of each request that the scheduler or the sampler reads, by the request's fields."""
+    """Return each request's rows that the scheduler or the sampler reads, by its fields."""
     kept = []
     for prompt in prompts:
         wanted = 1
@@ -33,7 +33,7 @@ def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
 
 
 def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """What is left of the prompts that are unfinished."""
+    """Return the rest of the unfinished prompts."""
     found: list[Prompt] = []
     for p in prompts:
         if p.to_come:
@@ -42,7 +42,7 @@ def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def batch_of(*lens: tuple[int, int], **more: Any) -> list[Prompt]:
-    """Prompts with (cached, new) random tokens."""
+    """Return prompts with (cached, new) random tokens."""
     draw = random.Random(0)
     found: list[Prompt] = []
     for cached, new in lens:
@@ -55,5 +55,5 @@ BATCHES = {
     "three, two of them cached": batch_of((30, 40), (0, 7), (90, 1)),
     "input logprobs": [*batch_of((10, 40), logprob_start=35), *batch_of((0, 9))],
 }
-# No decode step, though a graph of decode steps has room for so few rows.
+# No decode step, though a graph of decode steps has room for these rows.
 ONE_BESIDE_TWO = [*batch_of((10, 40), logprob_start=48), *batch_of((0, 9))]

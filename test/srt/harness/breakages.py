@@ -1,4 +1,4 @@
-"""Ways in which the fast path could be wrong, to see that checks notice them.
+"""Defects of the fast path, injected to see that checks find them.
 
 Each is a context manager around forwards of one model; stock's own forwards are not touched. Where
 a model has no place for one (no layer with a window, no captured tail) it yields False.
@@ -37,7 +37,7 @@ def _is_triton(backend: Any) -> bool:
 
 @contextmanager
 def _window(state: ModelState, *, more: int, layers: int | None = None) -> Iterator[bool]:
-    """Rows of the tail's first ``layers``, or of all, see so many keys more in their windows."""
+    """Change the windows of the tail's first ``layers``, or of all, by ``more`` keys."""
     assert state.attention is not None
     attentions = [layer.self_attn.attn for layer in state.tail_layers[:layers]]
     broken = set(filter(compat.attention.count_keys_in_window, attentions))
@@ -57,7 +57,7 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
         return forward
 
     @contextmanager
-    def planned(backend: Any) -> Iterator[None]:  # Triton's windows are what was planned
+    def planned(backend: Any) -> Iterator[None]:  # Triton's windows are those of the plan
         with whole_window(backend):
             backend.sliding_window_size += more
             try:
@@ -77,7 +77,7 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
 
 @contextmanager
 def _other_pool(state: ModelState) -> Iterator[bool]:
-    """Slots of the full pool are looked up in the window's."""
+    """Look up slots of the full pool in the window's."""
     assert state.attention is not None
     tail = state.attention.tail
     if not hasattr(tail.token_to_kv_pool, "full_to_swa_index_mapping"):
@@ -95,7 +95,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
     def planned(backend: Any, batch: Any) -> None:
         plan(backend, batch)
         metadata = backend.forward_metadata
-        # Behind the last request's the buffer holds no slots, but whatever was there.
+        # Behind the last request's the buffer holds arbitrary values, not slots.
         slots, count = metadata.window_kv_indices.clone(), int(metadata.window_kv_indptr[-1])
         slots[:count] = slots[:count].roll(1)
         metadata.window_kv_indices = slots
@@ -110,7 +110,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
 
 
 def _wrong(owner: Any, name: str, wrong: Callable[..., Any]) -> Breakage:
-    """``wrong`` runs in place of a function, and gets the right one before its arguments."""
+    """Return a breakage: ``wrong`` replaces a function, which it gets before the arguments."""
 
     @contextmanager
     def breakage(state: ModelState) -> Iterator[bool]:
@@ -126,7 +126,7 @@ def _wrong(owner: Any, name: str, wrong: Callable[..., Any]) -> Breakage:
 
 
 def _layers_run(wrong: Callable[..., Any]) -> Breakage:
-    """``wrong`` gets the arguments of ``run_tail`` by name."""
+    """Return a breakage: ``wrong`` gets the arguments of ``run_tail`` by name."""
     names = inspect.signature(gemma4.run_tail)
 
     def run(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def _keys(stock: Callable[..., Any], *args: Any, k: float, v: float) -> Any:
 
 
 def _inputs(stock: Callable[..., Any], inputs: PerLayerInputs, dim: int) -> torch.Tensor | None:
-    """The tail's per-layer inputs, [B, layers, width], shifted by one row or layer."""
+    """Return the tail's per-layer inputs, [B, layers, width], shifted by one row or layer."""
     right: torch.Tensor | None = stock(inputs)
     return None if right is None else right.roll(1, dim)
 
@@ -164,7 +164,7 @@ def _no_norm(stock: Callable[..., Any], model: Any, **others: Any) -> Any:
 def _scattered(
     stock: Callable[..., None], state: ModelState, plan: Any, output: torch.Tensor, *args: Any
 ) -> None:
-    """The rows of the tail come back one row too early."""
+    """Scatter the rows of the tail one row too early."""
     stock(state, plan, output, *args)
     if plan.runner is not None:
         index = plan.tail.index
@@ -181,7 +181,7 @@ def _skipped_layer(stock: Callable[..., Any], layers: list[Any], **others: Any) 
 
 
 def _never_written(stock: Callable[..., Any], state: ModelState, plan: Any, *args: Any) -> None:
-    """K and V of intermediate chunks."""
+    """Leave out the K and V of intermediate chunks."""
     if plan.runner is not None:
         stock(state, plan, *args)
 
@@ -192,7 +192,7 @@ def _scaled(k: float = 1.0, v: float = 1.0) -> Breakage:
 
 @contextmanager
 def _stale(state: ModelState, name: str) -> Iterator[bool]:
-    """A static input is never filled in, for any number of requests."""
+    """Leave a static input stale, for any number of requests."""
     tail = state.captured
     if not isinstance(tail, TailGraphs) or getattr(tail._inputs, name) is None:
         yield False

@@ -1,4 +1,4 @@
-"""Calls that lines of the package make, as Python's profiler (``sys.setprofile``) sees them.
+"""Calls that the package's lines make, as Python's profiler (``sys.setprofile``) sees them.
 
 What Python itself brings is none of them (``len``, ``dict.get``, ``contextlib``).
 """
@@ -21,20 +21,20 @@ SGLANGS = "SGLang's "  # before the name of what is called, if it is SGLang's
 
 @functools.cache
 def is_of_package(file: str) -> bool:
-    """Whether this is a file of the package."""
+    """Return True for a file of the package."""
     return file.startswith(PACKAGE)
 
 
 @functools.cache
 def is_of_python(file: str) -> bool:
-    """Whether Python itself brings this file, or makes it (``<string>``: a dataclass's methods)."""
+    """Return True for a file of Python's own, or ``<string>``: a dataclass's methods."""
     return file.startswith("<") or (
         file.startswith(STANDARD_LIBRARY) and "site-packages" not in file
     )
 
 
 def call_of(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
-    """Of a profiler's event the frame that calls and the name of what it calls, if it is a site.
+    """Return the calling frame and the callee's name of a profiler's event, if it is a site.
 
     Args:
         frame: of the function that is entered (``call``), or that calls one of C (``c_call``).

@@ -1,4 +1,4 @@
-"""Random models on which ``bench_checks.py`` tries the checks, and what each of them shows.
+"""Random models on which ``bench_checks.py`` tries the checks, and the results of each.
 
 The weights are drawn into the loaded model, so that hundreds of models need no checkpoint of their
 own; the reference platform replays captured tails in place of CUDA graphs.
@@ -82,7 +82,7 @@ class Group:
 
 @dataclass
 class Result:
-    """What one model has shown.
+    """Results of one model.
 
     Attributes:
         check, audits, proof: the largest error of the unbroken package, in multiples of its bound.
@@ -116,7 +116,7 @@ class Result:
 
 
 def groups(only: str, models: int | None, triton: bool) -> list[Group]:
-    """All models that are asked for: of shapes with this word in their names."""
+    """Return all groups of models whose shapes' names contain this word."""
     shapes, found = SHAPES, []
     if triton:
         shapes = TRITON
@@ -129,7 +129,7 @@ def groups(only: str, models: int | None, triton: bool) -> list[Group]:
 
 @contextmanager
 def engines(shape: checkpoint.Gemma4Shape, dtype: str) -> Iterator[Engine]:
-    """An engine of this shape, its tail captured, whose weights are to be drawn."""
+    """Yield an engine of this shape, its tail captured, whose weights are to be drawn."""
     with tempfile.TemporaryDirectory() as directory:
         typed = dataclasses.replace(shape, dtype=dtype)
         path = checkpoint.write_checkpoint(directory, typed, weights=False)
@@ -152,7 +152,7 @@ def draw(model: Any, shape: checkpoint.Gemma4Shape) -> None:
 
 
 def kinds(count: int, seed: int) -> list[dict[str, Any]]:
-    """Kinds of weights, ``count`` of them: all combinations in random order, over and over."""
+    """Return ``count`` kinds of weights: all combinations in random order, repeated."""
     every = list(itertools.product(SHARPNESS, POST_NORMS, OUTLIERS))
     random.Random(seed).shuffle(every)
     found: list[dict[str, Any]] = []
@@ -164,7 +164,7 @@ def kinds(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
-    """One to four requests: prefixes, lengths around the window, input log-probabilities."""
+    """Return one to four requests: prefixes, lengths around the window, input log-probabilities."""
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(draws.randrange(vocabulary // 10, vocabulary) for _ in range(count))
@@ -180,7 +180,7 @@ def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
 
 
 def audited(engine: Engine, state: Any, draws: random.Random, number: int, result: Result) -> None:
-    """Random prefills, every one audited."""
+    """Audit random prefills."""
     reset_log()
     with settings_changed(audit=1):
         state.after_cut = audit.make_auditor(engine.runner, state)
@@ -196,7 +196,7 @@ def audited(engine: Engine, state: Any, draws: random.Random, number: int, resul
 
 
 def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
-    """What a prefill of 512 tokens takes in ms, and an audited one; and the check, in small ones.
+    """Return the cost in ms of a stock prefill and an audited one; the check's in short prefills.
 
     Medians of seven, in turns; in a process that times nothing else, on a machine that may. The
     check has taken so many ``seconds``.
@@ -227,7 +227,7 @@ def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
 def judge(
     engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str], number: int
 ) -> None:
-    """The unbroken package, in the check, proofs and ``number`` audits; then every breakage.
+    """Judge the unbroken package in the check, proofs and ``number`` audits; then every breakage.
 
     Proofs are of every graph of the captured tail, full and padded.
     """
@@ -253,10 +253,10 @@ def judge(
 
 
 def judged(group: Group) -> list[Result]:
-    """All models of a group; in a process of its own, which keeps their memory."""
+    """Return the results of a group; its process must end, as models' memory stays in use."""
     # Every row that can be skipped is; the check is called by hand.
     os.environ |= {settings.name_of("min_skipped_rows"): "1", settings.name_of("self_check"): "0"}
-    logging.disable(logging.ERROR)  # what is broken on purpose is logged, again and again
+    logging.disable(logging.ERROR)  # deliberate defects are logged again and again
     torch.set_num_threads(1)
     shapes, number, results = SHAPES, AUDITED, []
     if group.triton:

@@ -1,4 +1,4 @@
-"""The check at start, made by hand, and what it makes a model run; prefills that are audited."""
+"""The check at start, called directly; the forwards that it makes; and audited prefills."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ NEW = [7, 6, 5]  # tokens of each, with pages of one
 
 
 def checked(engine: Engine) -> CheckResult:
-    """The check of this engine's model."""
+    """Return the result of the check of this engine's model."""
     return check.check_model(engine.runner, get_state(engine.text_model))
 
 
 def result_of_check(state: ModelState) -> dict[str, Any]:
-    """What the check at start has found, as /server_info has it."""
+    """Return the result of the check at start, as /server_info has it."""
     assert state.report.check is not None
     return state.report.check
 
 
 @contextmanager
 def counted(engine: Engine) -> Iterator[list[list[int]]]:
-    """Rows of each layer's FFN, for every forward in the span."""
+    """Record the rows of each layer's FFN, for every forward in the ``with`` block."""
     model, forwards = engine.text_model, list[list[int]]()
 
     def begin(*_: Any) -> None:
@@ -55,7 +55,7 @@ def counted(engine: Engine) -> Iterator[list[list[int]]]:
 
 @contextmanager
 def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[ModelState]:
-    """Prefills of the engine are audited in the span."""
+    """Audit the engine's prefills in the ``with`` block."""
     state = get_state(engine.text_model)
     reason = state.unsupported
     with settings_changed(audit=every, audit_strict=strict):
@@ -69,7 +69,7 @@ def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator
 
 @contextmanager
 def tensors_unchanged(engine: Engine) -> Iterator[None]:
-    """The span leaves tables and pools, and what is free in them, as they were."""
+    """Assert that the block leaves tables, pools and the free slots unchanged."""
     runner = engine.runner
     allocator = runner.token_to_kv_pool_allocator
 
@@ -92,7 +92,7 @@ def tensors_unchanged(engine: Engine) -> Iterator[None]:
 
 
 def assert_audited(engine: Engine, prompts: Sequence[Prompt], first_cut: int) -> None:
-    """Cut, whole, and the tail again; the client gets stock's answer."""
+    """Assert that a forward is cut, then whole, then the tail again; the answer is stock's."""
     stock, unaudited = assert_fast(engine, prompts)
     with audited(engine):
         both = run(engine, engine.schedule(prompts), "1")
@@ -104,12 +104,12 @@ def assert_audited(engine: Engine, prompts: Sequence[Prompt], first_cut: int) ->
 
 
 def counts() -> tuple[int, int]:
-    """Of all audits so far, those that agree and those that found a defect."""
+    """Return how many audits so far agree, and how many found a defect."""
     return counters.served.audits.agree, counters.served.audits.differ
 
 
 def find_defect(engine: Engine) -> str:
-    """What the check finds, which is a defect."""
+    """Return the defect that the check finds."""
     found = checked(engine)
     assert found.worst is not None
     assert found.worst.excess > 4

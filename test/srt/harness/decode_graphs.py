@@ -22,7 +22,7 @@ from sglang_gemma4_yoco.core.state import find_state
 
 @contextmanager
 def recorded_decode_steps(engine: Engine) -> Iterator[Any]:
-    """Has SGLang capture the engine's decode steps; yields the runner that replays them."""
+    """Capture the engine's decode steps by SGLang; yield the runner that replays them."""
     runner = engine.runner
     releases.record_decode_steps(runner)
     decode_steps = runner.decode_cuda_graph_runner
@@ -34,7 +34,7 @@ def recorded_decode_steps(engine: Engine) -> Iterator[Any]:
 
 
 def record_tail(engine: Engine, rows: int) -> TailGraphs:
-    """Have the engine's tail captured for up to so many rows; decode steps run eagerly.
+    """Capture the engine's tail for up to ``rows`` rows; decode steps run eagerly.
 
     Args:
         engine: made with ``cuda_graph_bs_decode``.
@@ -51,7 +51,7 @@ def record_tail(engine: Engine, rows: int) -> TailGraphs:
 
 
 def static_tensors(engine: Engine) -> list[torch.Tensor]:
-    """What stays where it is while a server runs: weights, pools, buffers; not graphs' inputs."""
+    """Return a server's static tensors: weights, pools, buffers; not graphs' inputs."""
     runner = engine.runner
     owners = [
         *runner.model.modules(),

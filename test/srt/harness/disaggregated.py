@@ -20,7 +20,7 @@ _rooms = count(1)  # SGLang's bootstrap_room: one id for a request on both serve
 
 _ENVIRONMENT = {
     "SGLANG_HOST_IP": "127.0.0.1",
-    # A request whose peer is gone is aborted after so many seconds; SGLang's default is 300.
+    # A request whose peer is gone is aborted after this many seconds; SGLang's default is 300.
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
 }
@@ -53,7 +53,7 @@ class Disaggregated:
         return clients.submit(post, self.prefill), clients.submit(post, self.decode)
 
     def generate(self, **body: Any) -> Any:
-        """/generate's JSON answer: the decode server's, and of the prompt the other one's."""
+        """Return the decode server's /generate answer, with the other server's prompt part."""
         with ThreadPoolExecutor(2) as clients:
             replies = [reply.result() for reply in self.send_to_both(clients, body)]
         for reply in replies:
@@ -64,20 +64,20 @@ class Disaggregated:
         return decoded
 
     def forget_prefixes(self) -> None:
-        """Empty both prefix caches; it fails where a server still holds a request."""
+        """Empty both prefix caches; this fails while a server still holds a request."""
         self.prefill.forget_prefixes()
         self.decode.forget_prefixes()
 
     def mark(self) -> int:
-        """How many prefill forwards there were so far on the prefill server."""
+        """Return the number of prefill forwards so far on the prefill server."""
         return self.prefill.mark()
 
     def prefills(self, since: int = 0) -> list[Prefill]:
-        """The prefill server's prefill forwards, without the first ``since``."""
+        """Return the prefill server's prefill forwards, without the first ``since``."""
         return self.prefill.prefills(since)
 
     def switch_roles(self) -> Disaggregated:
-        """Have each server take the other's role."""
+        """Return the pair after each server has taken the other's role."""
         for server, role in ((self.decode, "prefill"), (self.prefill, "decode")):
             # The memory must be given, though a CPU has no graphs of decode steps.
             body = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
@@ -87,7 +87,7 @@ class Disaggregated:
 
 
 def listed(reply: Any) -> list[Any]:
-    """The answers of a batch, or the one answer."""
+    """Return the answers of a batch, or the one answer, as a list."""
     if isinstance(reply, list):
         return reply
     return [reply]
@@ -95,7 +95,7 @@ def listed(reply: Any) -> list[Any]:
 
 @contextmanager
 def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
-    """Two servers with the fast path on, one of each role; dead after it."""
+    """Run two servers with the fast path on, one of each role, in the ``with`` block."""
     ports = find_free_ports(2)
 
     def role(name: str, port: int) -> AbstractContextManager[Server]:

@@ -36,7 +36,7 @@ with open(found, "w") as file:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call of the command line gave."""
+    """Output of one call of the command line."""
 
     status: int
     out: str
@@ -44,13 +44,13 @@ class Answer:
 
     @property
     def document(self) -> dict[str, Any]:
-        """Of --json: the last line."""
+        """Return the document of --json: the last line."""
         found: dict[str, Any] = json.loads(self.out.splitlines()[-1])
         return found
 
 
 def environment(**changed: str) -> dict[str, str]:
-    """This process's, with none of the package's variables but those."""
+    """Return this process's environment, with none of the package's variables but those given."""
     ours = "SGLANG_GEMMA4_YOCO"
     kept = {}
     for name, value in os.environ.items():
@@ -62,7 +62,7 @@ def environment(**changed: str) -> dict[str, str]:
 def doctor(
     directory: Path, *calls: Sequence[str], **variables: str
 ) -> tuple[list[Answer], dict[str, Any]]:
-    """Calls of the command, in one process that has SGLang imported already.
+    """Call the command several times, in one process that has SGLang imported already.
 
     Returns:
         Their answers, and what else ``_CALLS`` has found.

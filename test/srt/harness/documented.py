@@ -1,4 +1,4 @@
-"""What documents say that tests compare: samples of what is printed, and names of tests."""
+"""Parts of the documents that tests compare: samples of output, and names of tests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ OPERATING = TESTS.parents[1] / "docs" / "operating.md"
 
 
 def sample(name: str) -> str:
-    """The sample between the marker lines of this name."""
+    """Return the sample between the marker lines of this name."""
     part = rf"<!-- sample of {name}: begin -->\n```text\n(.*?)\n```\n<!-- sample"
     [found] = re.findall(part, OPERATING.read_text(), re.DOTALL)
     return str(found)
 
 
 def missing_tests(names: Iterable[str]) -> list[str]:
-    """Of files and tests below ``test/srt``, those that are not there; ``*`` ends a name."""
+    """Return the files and tests that do not exist below ``test/srt``; ``*`` ends a name."""
     missing = []
     for name in names:
         file, _, test = name.partition("::")

@@ -1,4 +1,4 @@
-"""Processes that must end with the command that has started them."""
+"""Processes that must end with the command that started them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def assert_killed_alone(command: Sequence[str], find: Callable[[psutil.Process],
 
 
 def assert_ended(family: Family) -> None:
-    """Assert that these end within five seconds; kill those that do not."""
+    """Assert that these processes end within five seconds; kill the others."""
     _, alive = psutil.wait_procs(family, timeout=5)
     for one in alive:
         one.kill()

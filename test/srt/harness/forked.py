@@ -1,4 +1,4 @@
-"""``python -m`` of a program of SGLang's, in a fork of a process that has imported SGLang.
+"""SGLang's programs (``python -m``), forked from a process that has imported SGLang.
 
 A server is three processes, each of which imports SGLang anew: some 40 s of a core, for a model
 that is loaded in one. So a test process has one process that imports it all once, and no more than
@@ -30,7 +30,7 @@ from multiprocessing import connection, forkserver, spawn
 from pathlib import Path
 from typing import Any
 
-#: What takes longest to import. No plugin: each process loads those by itself.
+#: The slowest imports. No plugin: each process loads those by itself.
 IMPORTED = (
     "transformers",
     "uvicorn",
@@ -46,21 +46,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 def as_this_process(environment: Mapping[str, str]) -> bool:
-    """Whether SGLang, imported in this process's environment, is what it would be in this one."""
+    """Return True if SGLang's import is the same in this process as in that environment."""
     if sys.version_info[:2] > _LAST_PYTHON:
         return False
     return all(environment.get(name) == os.environ.get(name) for name in _READ_AT_IMPORT)
 
 
 def preloaded() -> multiprocessing.context.ForkServerContext:
-    """``multiprocessing``'s context whose processes begin with SGLang imported, and no more."""
+    """Return ``multiprocessing``'s context whose processes begin with SGLang imported, no more."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED, __name__])
     return context
 
 
 class Program:
-    """A program that runs, with what the tests use of ``subprocess.Popen``.
+    """Running program, with the part of ``subprocess.Popen`` that the tests use.
 
     Attributes:
         pid: of its first process, which is the first of a session of its own.
@@ -90,19 +90,19 @@ class Program:
                 time.sleep(0.001)
 
     def poll(self) -> int | None:
-        """The exit status, or the negative signal that ended it; None while it runs."""
+        """Return the exit status, or the negative signal that ended it; None while it runs."""
         return self._process.exitcode
 
     @property
     def returncode(self) -> int | None:
-        """As ``poll``."""
+        """Return the same as ``poll``."""
         return self.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended.
+        """Wait until the program has ended.
 
         Raises:
-            subprocess.TimeoutExpired: it has not, in so many seconds.
+            subprocess.TimeoutExpired: it has not, within ``timeout`` seconds.
         """
         self._process.join(timeout)
         status = self.poll()
@@ -132,7 +132,7 @@ def _run(program: list[str], cwd: str, env: dict[str, str], log: str) -> None:
 
 
 def _fork_a_fork_server() -> None:
-    """Have what this process starts by ``multiprocessing`` forked from a copy of it as it is."""
+    """Fork ``multiprocessing``'s children of this process from a copy of its present state."""
     alive, held = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
         # In a folder that is taken away; a documented function that typeshed does not list.

@@ -1,4 +1,4 @@
-"""Single forwards on the engine, off and on: what was computed for how many rows, and what is left.
+"""Single forwards on the engine, off and on: rows that were computed, and lasting state.
 
 ``observe`` says what a forward did; here is what it must have done.
 """
@@ -56,14 +56,14 @@ MARKS_CHUNKS = pytest.mark.skipif(
 
 
 def state_of(engine: Engine) -> ModelState:
-    """What is known of the engine's model."""
+    """Return the state of the engine's model."""
     state = find_state(engine.text_model)
     assert state is not None
     return state
 
 
 def attention_of(engine: Engine) -> TailBackend:
-    """What its tail attends with."""
+    """Return the attention of its tail."""
     state = state_of(engine)
     attention: TailBackend | None = state.attention
     assert attention is not None, state.unsupported
@@ -78,7 +78,7 @@ def assert_fast(
     replays: bool = False,
     **changed: Any,
 ) -> tuple[Observed, Observed]:
-    """A forward of ``prompts`` is cut and equals stock; returns stock and fast.
+    """Assert that a forward of ``prompts`` is cut and equals stock; return stock and fast.
 
     Args:
         replays: its tail is replayed, so none of its Python runs.
@@ -104,7 +104,7 @@ def assert_fast(
 def assert_stock(
     engine: Engine, reason: object, prompts: Sequence[Prompt] = TWO_PROMPTS
 ) -> Observed:
-    """The switch makes no difference to anything that is computed, and the reason is counted."""
+    """Assert that the switch changes no computed value, and that the reason is counted."""
     scheduled, before = engine.schedule(prompts), times(reason)
     stock, refused = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     observe.assert_stock(engine, prompts, stock)
@@ -118,7 +118,7 @@ def assert_stock(
 
 
 def assert_served_by_stock(stock: Observed, seen: Observed) -> None:
-    """Bit for bit the stock forward's result; the last run was one of all rows."""
+    """Assert that the result is stock's bit for bit; the last run was one of all rows."""
     assert seen.rows[-len(stock.rows) :] == stock.rows
     assert_same_objects(seen)
     assert_same_cache(stock, seen)
@@ -129,7 +129,7 @@ def assert_served_by_stock(stock: Observed, seen: Observed) -> None:
 
 
 def assert_untouched(engine: Engine) -> None:
-    """Nothing of the fast path is left on the model or in the attention state."""
+    """Assert that nothing of the fast path is left on the model or in the attention state."""
     model = engine.text_model
     owners = [model, model.norm, *model.layers, *(layer.self_attn for layer in model.layers)]
     assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
@@ -143,20 +143,20 @@ def assert_untouched(engine: Engine) -> None:
 
 
 def outcomes() -> dict[Outcome, int]:
-    """How forwards with the fast path on ended, since reports were forgotten."""
+    """Return how forwards with the fast path on ended, since reports were reset."""
     found = dict(counters.served.forwards)
     found.pop(SWITCHED_OFF, None)
     return found
 
 
 def times(outcome: object) -> int:
-    """How many forwards ended so; a reason is given as itself or by its text."""
+    """Return how many forwards ended so; a reason is given as itself or by its text."""
     found = {str(one): number for one, number in counters.served.forwards.items()}
     return found.get(str(outcome), 0)
 
 
 class InjectedError(Exception):
-    """A failure that a test injects."""
+    """Failure that a test injects."""
 
 
 _PLACES = {"first layer": 0, "first tail layer": FIRST_SHARED, "last tail layer": -1}
@@ -170,7 +170,7 @@ def failing(
     calls: Container[int] = (0,),
     error: Callable[[str], BaseException] = InjectedError,
 ) -> Iterator[list[int]]:
-    """Make the FFN at ``place`` raise, at these of its calls; yields their numbers so far."""
+    """Make the FFN at ``place`` raise, at these of its calls; yield its numbers so far."""
     seen: list[int] = []
 
     def hook(*_: Any) -> None:
@@ -185,7 +185,7 @@ def failing(
 
 @contextmanager
 def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
-    """The norms before the FFNs add into their arguments, as their CUDA kernel does."""
+    """Make the norms before the FFNs add into their arguments, as their CUDA kernel does."""
 
     def in_place(stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(x: torch.Tensor, residual: torch.Tensor, *rest: Any) -> Any:
@@ -203,9 +203,9 @@ def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def norm_called(engine: Engine, otherwise: Callable[..., Any]) -> Iterator[None]:
-    """The model's last norm is called by ``otherwise(call, rows, *others)``, as by another SGLang.
+    """Call the model's last norm by ``otherwise(call, rows, *others)``, as another SGLang may.
 
-    A server takes that for somebody else's code, unless its setting ``trust`` names this module.
+    A server takes that for third-party code, unless its setting ``trust`` names this module.
     """
     last, kind = engine.text_model.norm, type(engine.text_model.norm)
     call = kind.__call__
@@ -221,5 +221,5 @@ def norm_called(engine: Engine, otherwise: Callable[..., Any]) -> Iterator[None]
 
 
 def with_one_argument_more(call: Callable[..., Any], *args: Any) -> Any:
-    """For ``norm_called``: as no release calls a norm today."""
+    """Call the norm with an extra argument, for ``norm_called``: no release does so today."""
     return call(*args, None)

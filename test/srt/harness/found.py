@@ -1,4 +1,4 @@
-"""What ``verify`` found, without a server."""
+"""Results of ``verify``, made without a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def outcome(
     lengths: Sequence[int] = (200, 100),
     cached: int = 0,
 ) -> dict[str, Any]:
-    """The document of servers that differ by ``shift``, and stock from itself by ``again``.
+    """Return the document of servers that differ by ``shift``, and stock from itself by ``again``.
 
     So many tokens of fast's timed prompts were ``cached``.
     """

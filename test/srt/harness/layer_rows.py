@@ -1,4 +1,4 @@
-"""What the rows that each layer computed say about a prefill forward.
+"""Rules for the rows that each layer computes in a prefill forward.
 
 Of E2B_TINY's 8 layers the last 4 are KV-shared. The cut is inside layer 3, the last layer that
 writes K/V: its FFN already computes kept rows only.
@@ -34,18 +34,18 @@ TWO_POOLS = dataclasses.replace(INTERPRETED, layers=6, kv_shared_layers=3, slidi
 
 
 def whole(rows: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
-    """Every layer computes all rows: the stock forward."""
+    """Return all rows for every layer: the stock forward."""
     return [rows] * shape.layers
 
 
 def cut(rows: int, kept: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
-    """The layers after the cut compute ``kept`` of ``rows`` rows; 0 for an intermediate chunk."""
+    """Return ``kept`` of ``rows`` rows for layers after the cut; 0 for an intermediate chunk."""
     front = shape.layers - shape.kv_shared_layers - 1
     return [rows] * front + [kept] * (shape.layers - front)
 
 
 def fast_rows(prefill: Prefill, minimum: int | None = 1, captured: Sequence[int] = ()) -> list[int]:
-    """The rows that the fast path's layers must compute of this batch, neither more nor less.
+    """Return the rows that the fast path's layers must compute of this batch, no more and no less.
 
     Args:
         minimum: the server's threshold; None where none is set.
@@ -59,7 +59,7 @@ def fast_rows(prefill: Prefill, minimum: int | None = 1, captured: Sequence[int]
 
 
 def without_audit(prefill: Prefill) -> Prefill:
-    """What a forward computed before it was audited, if it was.
+    """Return a forward as it was before its audit, if it was audited.
 
     An audit runs all rows as stock, and from layer S-1 on the kept ones once more, eagerly. A tail
     that is replayed for b rows is replayed again, and run eagerly on as many: b + T + B + 2 b rows.
@@ -84,7 +84,7 @@ def without_audit(prefill: Prefill) -> Prefill:
 def assert_all_fast(
     prefills: Iterable[Prefill], minimum: int | None = 1, captured: Sequence[int] = ()
 ) -> None:
-    """Every forward computed just the rows that the fast path must.
+    """Assert that every forward computed just the rows that the fast path must.
 
     What can be replayed was, and nothing else. A forward whose requests have one new token each has
     nothing to skip, and may be whole. There must be a forward that kept at least one row but not
@@ -99,14 +99,14 @@ def assert_all_fast(
 
 
 def is_replayed(prefill: Prefill, minimum: int | None, captured: Sequence[int]) -> bool:
-    """Whether a tail captured for these row counts must be replayed for this batch."""
+    """Return True if a tail captured for these row counts must be replayed for this batch."""
     total = sum(prefill.extend_lens)
     kept = due_rows(prefill, lambda total, read: is_worth_cutting(total, read, minimum))
     return kept == len(prefill.extend_lens) < total and kept <= max(captured, default=0)
 
 
 def assert_all_stock(prefills: Iterable[Prefill]) -> None:
-    """No forward skipped a row."""
+    """Assert that no forward skipped a row."""
     for prefill in prefills:
         total = sum(prefill.extend_lens)
         assert prefill.rows == [total] * len(prefill.rows), prefill

@@ -26,7 +26,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
 from sglang_gemma4_reference.engine import Engine, Prompt
 
 _FRAMES = 2
-#: By what stands in a prompt's text, the processor's argument.
+#: Placeholder in a prompt's text -> the processor's argument.
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
 _SAMPLES = 3200  # of sound, a fifth of a second
 
@@ -56,7 +56,7 @@ _processor = cache(build_processor)
 
 
 def _spans(ids: list[int], token: int) -> list[tuple[int, int]]:
-    """First and last place of each unbroken run of ``token``."""
+    """Return the first and last place of each unbroken run of ``token``."""
     spans: list[tuple[int, int]] = []
     for place, given in enumerate(ids):
         if given != token:
@@ -69,7 +69,7 @@ def _spans(ids: list[int], token: int) -> list[tuple[int, int]]:
 
 
 def _encoded(prompt: MediaPrompt) -> Any:
-    """What Gemma 4's processor makes of the prompt, images and frames in the size they have."""
+    """Return the processor's output for the prompt; images and frames keep their size."""
     draw = torch.Generator().manual_seed(len(prompt.text))
     given: dict[str, Any] = {}
     for kind in re.findall(r"<\|(image|video|audio)\|>", prompt.text):
@@ -90,7 +90,7 @@ def _encoded(prompt: MediaPrompt) -> Any:
 
 
 def _unpadded(pixels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without the columns of patches that are padding in every image: most of the encoder's work.
+    """Return the inputs without patch columns that are padding in every image.
 
     Args:
         pixels: [images, patches, pixels of a patch].
@@ -101,7 +101,7 @@ def _unpadded(pixels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[MultimodalDataItem]:
-    """One item per image or sound, and one for the frames of a video."""
+    """Return one item per image or sound, and one for the frames of a video."""
     made: list[MultimodalDataItem] = []
 
     def add(kind: str, offsets: list[tuple[int, int]], feature: Any, **more: Any) -> None:
@@ -124,7 +124,7 @@ def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[Multim
 
 
 def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInputs | None]:
-    """The prompt as the engine takes it, and the media of its placeholders."""
+    """Return the prompt as the engine takes it, and the media of its placeholders."""
     encoded = _encoded(prompt)
     ids = encoded["input_ids"][0].tolist()
     config = engine.runner.model.config
@@ -151,7 +151,7 @@ def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInput
 
 
 def media_batch(engine: Engine, *prompts: MediaPrompt) -> Any:
-    """A scheduled batch of these prompts, for an engine of an ``E2B_TINY`` checkpoint."""
+    """Return a scheduled batch of these prompts, for an engine of an ``E2B_TINY`` checkpoint."""
     init_mm_embedding_cache(0)  # the scheduler's task: so that every forward encodes
     plain: list[Prompt] = []
     media: list[MultimodalInputs | None] = []
@@ -167,14 +167,14 @@ def media_batch(engine: Engine, *prompts: MediaPrompt) -> Any:
 
 
 def next_chunk(engine: Engine, batch: Any, prompt: MediaPrompt) -> Any:
-    """What is to come of the only prompt of ``batch``, which did not end in it."""
+    """Return the rest of the only prompt of ``batch``, which did not end in it."""
     text, _ = _plain(engine, prompt)
     return engine.next_chunk(batch, [text])
 
 
 @dataclass
 class Masks:
-    """What images made of attention, forward by forward of the text model.
+    """Attention masks of images, forward by forward of the text model.
 
     Attributes:
         found: the mask in the metadata of the runner's backend before the first layer, or None.
@@ -187,7 +187,7 @@ class Masks:
 
 @contextmanager
 def masks(engine: Engine) -> Iterator[Masks]:
-    """Watch the metadata of the engine's attention backend during the span."""
+    """Watch the metadata of the engine's attention backend in the ``with`` block."""
     seen, model = Masks(), engine.text_model
     before: list[Any] = []
 
@@ -207,13 +207,13 @@ def masks(engine: Engine) -> Iterator[Masks]:
 
 @contextmanager
 def without_masks(engine: Engine) -> Iterator[None]:
-    """Images attend causally during the span, as on any backend other than Triton."""
+    """Let images attend causally in the ``with`` block, as on any backend other than Triton."""
     with mock.patch.object(type(engine.runner.model), "prepare_attn_masks"):
         yield
 
 
 def image_mask(batch: Any) -> tuple[torch.Tensor, bool]:
-    """The mask of which keys each new row of ``batch`` sees, as SGLang lays it out.
+    """Return the mask of the keys that each new row of ``batch`` sees, in SGLang's layout.
 
     And whether it is more than causal: images that lie wholly in the chunk attend in both
     directions.
@@ -231,7 +231,7 @@ def image_mask(batch: Any) -> tuple[torch.Tensor, bool]:
 
 
 def assert_same_inputs(stock: Observed, fast: Observed) -> None:
-    """Both forwards got the encoders' rows, and the same."""
+    """Assert that both forwards got the same rows from the encoders."""
     embedded, again = stock.before["mm_input_embeds"], fast.before["mm_input_embeds"]
     assert isinstance(embedded, torch.Tensor)
     assert isinstance(again, torch.Tensor)

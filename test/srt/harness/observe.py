@@ -1,4 +1,4 @@
-"""What a forward really did: rows per layer, the batch before and after, outputs and K/V.
+"""Observer of a forward: rows per layer, the batch before and after, outputs and K/V.
 
 Looked at from outside, by module hooks and copies of the pools; nothing here uses the package.
 """
@@ -37,7 +37,7 @@ _LAID_OUT = (
 
 @dataclass(frozen=True)
 class Metadata:
-    """What an attention backend had planned at one moment.
+    """An attention backend's plan at one moment.
 
     Backends keep buffers across plans and put views of them into their metadata, so the same
     object may hold another batch's values: hence the copies.
@@ -56,7 +56,7 @@ class Metadata:
 
     @classmethod
     def of(cls, backend: Any) -> Metadata:
-        """What ``backend`` has planned now."""
+        """Return the present plan of ``backend``."""
         planned = getattr(backend, "forward_metadata", None)
         seen = cls(planned, {}, {}, {})
         if planned is not None:
@@ -70,7 +70,7 @@ class Metadata:
         return seen
 
     def differences(self, other: Metadata) -> list[str]:
-        """The names of what is not the same in both, in values."""
+        """Return the names of the values that differ."""
         found: list[str] = []
         for name in sorted(self.contents.keys() | other.contents.keys()):
             if not _are_same_bytes(self.contents.get(name), other.contents.get(name)):
@@ -91,7 +91,7 @@ def _are_same_bytes(one: torch.Tensor | None, other: torch.Tensor | None) -> boo
 
 @dataclass
 class Observed:
-    """One forward.
+    """Observations of one forward.
 
     Attributes:
         rows: rows that the FFN of each layer computed, in the order of the layers that ran.
@@ -130,7 +130,7 @@ class Observed:
 
 
 def fields_of(batch: Any) -> dict[str, object]:
-    """The fields of a batch."""
+    """Return the fields of a batch."""
     found: dict[str, object] = {}
     for f in dataclasses.fields(batch):
         found[f.name] = getattr(batch, f.name)
@@ -139,7 +139,7 @@ def fields_of(batch: Any) -> dict[str, object]:
 
 @contextmanager
 def watching(engine: Engine, seen: Observed) -> Iterator[None]:
-    """Record into ``seen`` what the engine's text model does during the span."""
+    """Record into ``seen`` the engine's text model in the ``with`` block."""
     model = engine.text_model
 
     def on_entry(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -193,14 +193,14 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
 
 
 def batch_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward batch that the text model is called with."""
+    """Return the forward batch that the text model is called with."""
     if "forward_batch" in kwargs:
         return kwargs["forward_batch"]
     return args[2]
 
 
 def run(engine: Engine, batch: Any, switch: str, *, planned_as: Observed | None = None) -> Observed:
-    """One forward of a scheduled batch, its cache slots poisoned before, with the switch set.
+    """Run a scheduled batch with the switch set, over poisoned cache slots.
 
     Args:
         planned_as: another forward of the same requests on the same slots. The runner's own plan
@@ -224,7 +224,7 @@ def run(engine: Engine, batch: Any, switch: str, *, planned_as: Observed | None 
 
 
 def step(engine: Engine, batch: Any, answered: Sequence[int], switch: str) -> Observed:
-    """One decode step of a batch that has run its prefill, after these tokens."""
+    """Run one decode step of a batch that has run its prefill, after these tokens."""
     seen = Observed()
     with switched(switch), watching(engine, seen):
         seen.output = engine.decode(batch, answered)
@@ -234,7 +234,7 @@ def step(engine: Engine, batch: Any, answered: Sequence[int], switch: str) -> Ob
 
 @dataclass(frozen=True)
 class Expected:
-    """What one forward of the fast path must do, as ``Observed`` names it.
+    """Expectations of one forward of the fast path, by the names of ``Observed``.
 
     Attributes:
         attended: (queries, keys) of each call of the attention backend.
@@ -255,7 +255,7 @@ class Expected:
 
 
 def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
-    """What a forward of ``prompts`` must do, counted from their fields; None: stock."""
+    """Return expectations for a forward of ``prompts``, from their fields; None: stock."""
     total, kept = new_rows(prompts), sum(kept_rows(prompts))
     if kept == total:
         return None
@@ -284,7 +284,7 @@ def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
 
 
 def replayed(wanted: Expected) -> Expected:
-    """``wanted`` where the tail is replayed: the Python of its layers does not run."""
+    """Return ``wanted`` for a replayed tail: the Python of its layers does not run."""
     front = wanted.front
     return dataclasses.replace(
         wanted,
@@ -311,7 +311,7 @@ def _tail_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
 
 
 def skips_tail(prompts: Sequence[Prompt]) -> bool:
-    """Whether no row of a forward of ``prompts`` is read, and the batch says so."""
+    """Return True if no row of a forward of ``prompts`` is read, and the batch says so."""
     return releases.marks_intermediate() and all(
         p.to_come and len(p.new) > 1 and not 0 <= p.logprob_start < len(p.cached) + len(p.new)
         for p in prompts
@@ -319,7 +319,7 @@ def skips_tail(prompts: Sequence[Prompt]) -> bool:
 
 
 def _projection_norm(engine: Engine) -> Any:
-    """The norm of per-layer inputs; None in a model without any."""
+    """Return the norm of per-layer inputs; None in a model without any."""
     return getattr(engine.text_model, "per_layer_projection_norm", None)
 
 
@@ -330,7 +330,7 @@ def _first_shared(engine: Engine) -> int:
 
 
 def assert_as_expected(seen: Observed, wanted: Expected) -> None:
-    """FFN, attention and per-layer inputs had the rows that they must have, and no more."""
+    """Assert that FFN, attention and per-layer inputs had exactly the expected rows."""
     assert seen.rows == wanted.rows
     assert seen.attention_rows == wanted.attention_rows
     assert seen.attended == wanted.attended
@@ -349,7 +349,7 @@ def assert_as_expected(seen: Observed, wanted: Expected) -> None:
 
 
 def assert_stock(engine: Engine, prompts: Sequence[Prompt], seen: Observed) -> None:
-    """Every layer computed every row, on the runner's own backend."""
+    """Assert that every layer computed every row, on the runner's own backend."""
     total, model = new_rows(prompts), engine.text_model
     layers, first = len(model.layers), _first_shared(engine)
     assert seen.rows == seen.attention_rows == [total] * layers
@@ -359,7 +359,7 @@ def assert_stock(engine: Engine, prompts: Sequence[Prompt], seen: Observed) -> N
 
 
 def assert_metadata_unchanged(seen: Observed) -> None:
-    """The runner's backend has its plan after the forward: the same object, with the same values.
+    """Assert that the runner's plan is unchanged: the same object, with the same values.
 
     That is more than equal answers need: SGLang's speculative workers plan ahead, and a second
     forward of the same plan would read what the first left.
@@ -377,7 +377,7 @@ def assert_metadata_unchanged(seen: Observed) -> None:
 
 
 def assert_same_objects(seen: Observed) -> None:
-    """The batch's fields are, after the forward, the very objects that they were before it."""
+    """Assert that the batch's fields are the same objects after the forward as before it."""
     changed = []
     for name, value in seen.before.items():
         if seen.after[name] is not value:
@@ -386,7 +386,7 @@ def assert_same_objects(seen: Observed) -> None:
 
 
 def assert_same_cache(stock: Observed, fast: Observed) -> None:
-    """Every layer's K and V are byte for byte the same at every slot."""
+    """Assert that every layer's K and V are byte for byte the same at every slot."""
     for layer, ((k, v), (k2, v2)) in enumerate(zip(stock.kv, fast.kv, strict=True)):
         assert torch.equal(k, k2), f"K of layer {layer} differs"
         assert torch.equal(v, v2), f"V of layer {layer} differs"
@@ -395,7 +395,7 @@ def assert_same_cache(stock: Observed, fast: Observed) -> None:
 def both_ways(
     engine: Engine, batch: Any, tolerance: float = TOLERANCE
 ) -> tuple[Observed, Observed]:
-    """A scheduled batch off and on: answers and cache are the same, and its fields put back."""
+    """Run a scheduled batch off and on; assert equal answers and cache, and restored fields."""
     stock, fast = run(engine, batch, "0"), run(engine, batch, "1")
     assert_same_objects(fast)
     assert_same_cache(stock, fast)
@@ -404,7 +404,7 @@ def both_ways(
 
 
 def assert_same_answers(stock: Observed, fast: Observed, tolerance: float) -> None:
-    """Next-token logits and all requested log-probabilities agree within ``tolerance``."""
+    """Assert that next-token logits and requested log-probabilities agree within ``tolerance``."""
     for name in (
         "next_token_logits",
         "input_token_logprobs",
@@ -420,7 +420,7 @@ def assert_same_answers(stock: Observed, fast: Observed, tolerance: float) -> No
 
 
 def _flat(values: Any) -> torch.Tensor:
-    """All numbers of a tree of lists, one after another; what is not known is 7."""
+    """Return all numbers of a tree of lists as one tensor; unknown ones are 7."""
     if isinstance(values, torch.Tensor):
         return values.float().flatten()
     if isinstance(values, (list, tuple)):
@@ -431,7 +431,7 @@ def _flat(values: Any) -> torch.Tensor:
 
 
 def without_padding(kv: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """K and V at all slots but the one of padding."""
+    """Return K and V at all slots but the one of padding."""
     found: list[torch.Tensor] = []
     for keys, values in kv:
         found += [keys[1:], values[1:]]

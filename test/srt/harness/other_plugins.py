@@ -1,4 +1,4 @@
-"""Other plugins of SGLang's, made for a test."""
+"""Other SGLang plugins, made for a test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AROUND = """
 
 
 def plugin(directory: Path, name: str, code: str) -> Path:
-    """A distribution with one general plugin of SGLang; ``code`` runs when it is imported.
+    """Make a distribution with one general plugin of SGLang; ``code`` runs at its import.
 
     SGLang imports all plugins before it calls the first of them.
     """

@@ -1,4 +1,4 @@
-"""SGLang with a fast prefill of its own, off by default, as its open change #27183 has it.
+"""An SGLang with a fast prefill of its own, off by default, modelled on its open change #27183.
 
 In words of our own, after what that change does: an argument of the server, two attributes and two
 methods of the text model, and a cut in the model's loop before the first KV-shared layer.
@@ -31,7 +31,7 @@ MODEL = gemma4_causal.Gemma4TextModel
 
 
 class Arguments(ServerArgs):
-    """A server's, with the flag."""
+    """Server arguments with the flag."""
 
     kv_sharing_fast_prefill: bool = False
 
@@ -98,7 +98,7 @@ _SCATTER = """
 
 
 def _make() -> dict[str, Any]:
-    """The methods, and a forward with the cut, defined in the model's own module."""
+    """Return the methods, and a forward with the cut, defined in the model's own module."""
     forward = inspect.unwrap(MODEL.forward)
     source = textwrap.dedent(inspect.getsource(forward)).replace("\n", "\n    ")
     for place, added in ((_LOOP, _CUT), (_NORM, _SCATTER)):
@@ -115,7 +115,7 @@ def _make() -> dict[str, Any]:
 
 @contextmanager
 def added() -> Iterator[None]:
-    """In the span SGLang has it, and this package is not loaded yet.
+    """Add it to SGLang in the ``with`` block, before this package is loaded.
 
     Its helpers are gone, and it serves no model: one of an earlier test may still be in memory.
     """
@@ -132,12 +132,12 @@ def added() -> Iterator[None]:
 
 @contextmanager
 def started(checkpoint: Path, **arguments: Any) -> Iterator[Engine]:
-    """An engine of such an SGLang, into which this package has been loaded.
+    """Yield an engine of such an SGLang, into which this package has been loaded.
 
     Args:
         arguments: the server's, the flag among them.
     """
-    load_plugins()  # so that what is wrapped is put back with the rest
+    load_plugins()  # so that wrapped methods are restored with the rest
     with added(), mock.patch.object(engine, "ServerArgs", Arguments):
         MODEL.forward = wrap_model_forward(MODEL.forward)
         yield Engine(checkpoint, **arguments)

@@ -1,4 +1,4 @@
-"""A test file that needs a process of its own: Triton decides at import whether it interprets.
+"""Test files that need a process of their own: Triton decides at import whether it interprets.
 
 Collected in a process that is set up otherwise, such a file becomes one test, which runs the whole
 file in a second pytest; collected where the environment is as it must be, it is an ordinary file.
@@ -32,31 +32,31 @@ VARIABLE, INTERPRETED = "TRITON_INTERPRET", "1"
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
-    """Have another process run such a file, unless this one is set up for it."""
+    """Run such a file in another process, unless this one is set up for it."""
     if module_path.parent.name != FOLDER or os.environ.get(VARIABLE) == INTERPRETED:
         return None
     return OwnProcessFile.from_parent(parent, path=module_path)
 
 
 class OwnProcessFile(pytest.File):
-    """A test file that another process runs, as one test."""
+    """Test file that another process runs, as one test."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """The one test."""
+        """Yield the one test."""
         item = OwnProcess.from_parent(self, name="in_its_own_process")
         item.add_marker(pytest.mark.timeout(SECONDS + 60))
         yield item
 
 
 class FailedInOwnProcessError(Exception):
-    """The file's tests did not all pass; the message is the end of their pytest's output."""
+    """Raised if not all tests of a file passed; the message is the end of their pytest's output."""
 
 
 class OwnProcess(pytest.Item):
     """Runs its file in a second pytest, and passes if that had tests and none of them failed."""
 
     def runtest(self) -> None:
-        """Run it; what it counted becomes a section of this test's report."""
+        """Run the file; its counts become a section of this test's report."""
         log = self.config.rootpath / ".pytest_cache" / f"{self.path.stem}-{os.getpid()}.log"
         log.parent.mkdir(exist_ok=True)
         program = [
@@ -74,19 +74,19 @@ class OwnProcess(pytest.Item):
         assert re.search(r"\d passed", counted), f"nothing ran: {output[-2000:]}"
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
-        """The other pytest's output, without this one's frames."""
+        """Return the other pytest's output, without this one's frames."""
         if isinstance(excinfo.value, FailedInOwnProcessError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Where it is, for the report."""
+        """Return the file's location, for the report."""
         return self.path, 0, f"{self.path.stem}: {self.name}"
 
 
 @functools.cache
 def _helper() -> ProcessPoolExecutor:
-    """A process with the interpreter's environment; it ends with this one.
+    """Return a process with the interpreter's environment; it ends with this one.
 
     Without what pytest hands to its own children of this run.
     """
@@ -100,7 +100,7 @@ def _helper() -> ProcessPoolExecutor:
 
 
 def run_forked(program: Sequence[str], log: Path, cwd: Path) -> int:
-    """The exit status of ``python -m *program``, killed after ``SECONDS``.
+    """Return the exit status of ``python -m *program``, killed after ``SECONDS``.
 
     It is forked from a process that has imported SGLang, as servers are.
     """

@@ -41,7 +41,7 @@ close = partial(torch.testing.assert_close, atol=TOLERANCE, rtol=TOLERANCE)
 
 @dataclass(frozen=True)
 class Run:
-    """What one forward gave.
+    """Results of one forward.
 
     Attributes:
         segments: how many of its graph's have run; 0 of a forward that was no replay.
@@ -68,7 +68,7 @@ def run(
     eagerly: bool = False,
     intermediate: bool = False,
 ) -> Run:
-    """One forward, over slots whose K and V are poisoned."""
+    """Run one forward, over slots whose K and V are poisoned."""
     graphs = engine.runner.prefill_cuda_graph_runner
     switch = "0"
     if fast:
@@ -94,13 +94,13 @@ def run(
 
 
 def is_replayed(rows: int) -> bool:
-    """Whether SGLang replays a batch of so many rows: more than half of a bucket must be used."""
+    """Return True if SGLang replays a batch of ``rows`` rows, more than half of a bucket."""
     return any(rows <= bucket <= 2 * rows for bucket in BUCKETS)
 
 
 @contextmanager
 def strict_exits() -> Iterator[None]:
-    """A graph's memory is overwritten at its exit, except for what may be read there."""
+    """Overwrite a graph's memory at its exit, except for what may be read there, in the block."""
     stock = compat.captured_prefills.replay_to_exit
 
     def replay_to_exit(graph: Any) -> ExitPoint:
@@ -122,7 +122,7 @@ TO_THE_END: frozenset[Outcome] = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
 
 
 def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[Outcome]]:
-    """Segments that the fast path must run, and how it may be counted."""
+    """Return the segments that the fast path must run, and the outcomes that may be counted."""
     state = get_state(engine.text_model)
     if not is_replayed(new_rows(prompts)):
         return 0, EAGERLY
@@ -135,12 +135,12 @@ def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[Ou
 
 
 def is_intermediate(prompts: Sequence[Prompt]) -> bool:
-    """Whether no prompt of the batch ends in it."""
+    """Return True if no prompt of the batch ends in it."""
     return all(prompt.to_come for prompt in prompts)
 
 
 def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = None) -> Outcome:
-    """All three ways give the same answers and leave the same cache; the fast one's outcome.
+    """Assert that all three ways give the same answers and cache; return the fast one's outcome.
 
     The rest of unfinished prompts goes the same three ways, on what the fast one has left.
 

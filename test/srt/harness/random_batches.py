@@ -1,4 +1,4 @@
-"""Fast equals stock for random batches of random models: properties, batches and models.
+"""Property tests of fast against stock on random batches of random models.
 
 Lengths are drawn relative to the model's window, so that its edges are met whatever it is. A
 property says of every example whether the fast path was active, by the rows that each layer
@@ -37,7 +37,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 
 
 def has_one_pool(seed: int) -> bool:
-    """Every third model keeps all layers' K/V in one pool, the others one more for the window."""
+    """Return True for every third model, whose K/V of all layers is in one pool."""
     return seed % 3 == 2
 
 
@@ -46,7 +46,7 @@ _WINDOWS = (16, 5, 40, 512)
 
 
 def random_shape(seed: int) -> Gemma4Shape:
-    """A small Gemma 4 with a random layer pattern, drawn so that both kinds of donors exist.
+    """Return a small Gemma 4 with a random layer pattern; both kinds of donors occur.
 
     Any four seeds in a row have four windows, any five in a row five patterns, the first E4B's.
     """
@@ -73,20 +73,20 @@ def random_shape(seed: int) -> Gemma4Shape:
     )
 
 
-#: A number of tokens: so many windows, and so many more.
+#: A number of tokens: a number of windows, and a remainder.
 Length = tuple[int, int]
 ZERO: Length = (0, 0)
 
 
 def in_tokens(length: Length, window: int, least: int) -> int:
-    """In tokens, for a window of this many keys; at least ``least``."""
+    """Return a length in tokens, for a window of this many keys; at least ``least``."""
     windows, more = length
     return max(windows * window + more, least)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request before the model is known.
+    """Request before the model is known.
 
     Attributes:
         wanted: which part of its tokens has input logprobs, None for none.
@@ -101,14 +101,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests, and how the cached tokens of the fast side were computed: the switch then."""
+    """Requests, and the switch under which the fast side's cached tokens are computed."""
 
     requests: tuple[Request, ...]
     prefix: str = "0"
     seed: int = 0
 
     def prompts(self, window: int) -> list[Prompt]:
-        """The batch for a model of this window."""
+        """Return the batch's prompts for a model of this window."""
         draw = random.Random(self.seed)
         made = []
         for request in self.requests:
@@ -132,7 +132,7 @@ class Batch:
 def batches(
     longest: int, most: int, *, logprobs: bool = False, unfinished: bool = False
 ) -> st.SearchStrategy[Batch]:
-    """1 to ``most`` requests of up to ``longest`` new tokens after as many cached ones."""
+    """Return 1 to ``most`` requests of up to ``longest`` new tokens after as many cached ones."""
     edges = st.tuples(st.just(1), st.integers(-1, 1))
 
     def plain(least: int) -> st.SearchStrategy[Length]:
@@ -180,7 +180,7 @@ HARD_CHUNKS = (
 
 
 def _both_ways(engine: Engine, batch: Batch) -> tuple[list[Prompt], Observed, Observed, bool]:
-    """Run it off and on; the last value says whether rows were skipped, as they must be."""
+    """Run a batch off and on; the last value is True if rows were skipped, as they must be."""
     prompts = batch.prompts(engine.text_model.config.sliding_window)
     scheduled = engine.schedule(prompts)
     stock = run(engine, scheduled, "0")
@@ -203,7 +203,7 @@ def _both_ways(engine: Engine, batch: Batch) -> tuple[list[Prompt], Observed, Ob
 
 
 def last_rows(engine: Engine, batch: Batch) -> bool:
-    """The last row of every request, and the answer after it, are those of the stock forward."""
+    """Assert that every request's last row, and the answer after it, are stock's."""
     prompts, stock, fast, active = _both_ways(engine, batch)
     assert stock.hidden is not None
     assert fast.hidden is not None
@@ -214,14 +214,14 @@ def last_rows(engine: Engine, batch: Batch) -> bool:
 
 
 def input_logprobs(engine: Engine, batch: Batch) -> bool:
-    """All log-probabilities of the prompts' rows are those of the stock forward."""
+    """Assert that all log-probabilities of the prompts' rows are stock's."""
     _, stock, fast, active = _both_ways(engine, batch)
     assert_same_answers(stock, fast, TOLERANCE)
     return active
 
 
 def intermediate_chunks(engine: Engine, batch: Batch) -> bool:
-    """A chunk of which no row is read leaves its K and V, and finite rows."""
+    """Assert that a chunk of which no row is read leaves its K and V, and finite rows."""
     prompts, _, fast, active = _both_ways(engine, batch)
     assert fast.output.next_token_logits.isfinite().all()
     return active and skips_tail(prompts)
@@ -229,7 +229,7 @@ def intermediate_chunks(engine: Engine, batch: Batch) -> bool:
 
 @dataclass(frozen=True)
 class Property:
-    """What holds of a batch.
+    """Property of batches.
 
     Attributes:
         says: asserts it, and returns whether the fast path was active.
@@ -260,7 +260,7 @@ def holds(
         longest: new tokens of a request.
         most: requests of a batch.
         examples: random batches to try.
-        floor: of all, at least so many must have been active.
+        floor: minimum number of examples on which the fast path was active.
     """
     active = 0
     if tried.says is intermediate_chunks and not releases.marks_intermediate():

@@ -1,4 +1,4 @@
-"""What a forward gives, and how far that is from what another one gives, in bf16 on a GPU."""
+"""Answers of forwards in bf16 on a GPU, and their distance from others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def find_rounding(engine: Any) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one forward gave.
+    """Answer of one forward.
 
     Attributes:
         path: what the package reports of it.
@@ -64,14 +64,14 @@ class Answer:
 
     @classmethod
     def of(cls, engine: Any, batch: Any, way: str) -> Answer:
-        """Run it, over K and V that are poisoned."""
+        """Run a batch, over K and V that are poisoned."""
         engine.poison(batch)
         counters.served.forwards.clear()
         logits = bench_prefill.timed(engine, batch, way)[1].double()
         return cls(", ".join(map(str, counters.served.forwards)), logits, engine.written(batch))
 
     def beside(self, other: Answer, rounding: float) -> dict[str, Any]:
-        """Return how far it is from ``other``, which is right, and whether that is rounding.
+        """Return the distance from ``other``, which is right, and whether that is rounding.
 
         Args:
             other: what stock gave, or the same way with other kernels.

@@ -1,4 +1,4 @@
-"""How much rounding alone makes two forwards differ, end to end.
+"""End-to-end effect of rounding alone on a forward.
 
 That depends on the model: where a head attends to few keys, one rounding can make it attend to
 others. So stock itself is made to round otherwise, and its answers show how far that takes them.
@@ -17,7 +17,7 @@ from sglang_gemma4_reference.engine import Engine
 
 @contextmanager
 def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
-    """In the tail's layers attention and FFN round otherwise: by up to eps / 2 more.
+    """Perturb the rounding of attention and FFN in the tail's layers: by up to eps / 2 more.
 
     The tail begins in the donor, which is cut.
     """

@@ -1,4 +1,4 @@
-"""What a server exports in /metrics."""
+"""Metrics that a server exports in /metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.server import Server
 
 
 def samples(server: Server) -> dict[str, list[Any]]:
-    """Those of /metrics, by name."""
+    """Return the samples of /metrics, by name."""
     found: dict[str, list[Any]] = defaultdict(list)
     for family in text_string_to_metric_families(server._ask("GET", "/metrics").text):
         for sample in family.samples:

@@ -21,11 +21,11 @@ from sglang_gemma4_yoco.commands.verify import servers
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 CHUNK = 128  # tokens per prefill forward
-#: For a server's environment: the threshold is the rule that users have who set nothing.
+#: For a server's environment: the threshold is the default rule.
 DEFAULT_THRESHOLD: Mapping[str, str | None] = {settings.name_of("min_skipped_rows"): None}
 
 #: What a server replays with ``CAPTURED_GRAPHS`` and ``CAPTURED_ARGUMENTS``: its decode steps, and
-#: the tails of batches with so many rows.
+#: the tails of batches with these row counts.
 CAPTURED_ROWS = (1, 2, 4)
 CAPTURED_GRAPHS: Mapping[str, str | None] = {
     "GEMMA4_CPU_GRAPHS": "decode",
@@ -35,7 +35,7 @@ CAPTURED_ARGUMENTS = ("--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS))
 
 
 def drafting_with(assistant: Path, ahead: int = 3) -> tuple[str, ...]:
-    """Arguments of a server with an assistant that drafts so many tokens ahead."""
+    """Return the arguments of a server with an assistant that drafts ``ahead`` tokens."""
     return (
         *("--speculative-algorithm", "NEXTN"),
         *("--speculative-draft-model-path", str(assistant)),
@@ -56,7 +56,7 @@ _ARGUMENTS = (
     "--enable-mixed-chunk",  # decode steps and prefill in one forward
     "--sleep-on-idle",  # an idle scheduler would otherwise keep a core busy
 )
-_START_TIMEOUT = 540.0  # below the limit of a test, so that the log is seen
+_START_TIMEOUT = 540.0  # below the limit of a test, so that the log is shown
 _STARTS = 3  # a port that was free may be taken when the server comes to it
 _PORT_TAKEN = ("address already in use", "port is already in use", " is not available in ")
 _TAIL = 40  # log lines worth showing
@@ -70,7 +70,7 @@ def wait_until(
     seconds: float,
     explain: Callable[[], str] = lambda: "",
 ) -> T:
-    """The first true value of ``condition()``.
+    """Return the first true value of ``condition()``.
 
     Args:
         condition: called about every 20 ms; what it raises ends the waiting.
@@ -92,18 +92,18 @@ def wait_until(
 
 
 class ServerDiedError(Exception):
-    """The server's first process has ended; the message has the end of its log."""
+    """Raised if the server's first process has ended; the message has the end of its log."""
 
 
 class Server(servers.Server):
-    """One server as the commands start it, and besides what its layers computed.
+    """A server as the commands start it, with the rows that its layers computed.
 
     Attributes:
         checkpoint: what it serves.
         failures: the file that says how often its tail is to fail (``tail_failures``).
     """
 
-    PATIENCE = 0.0  # killed at once: nothing of what it would save on exit is needed
+    PATIENCE = 0.0  # killed at once: nothing that it would save on exit is needed
     TIMEOUT = 300.0
 
     def __init__(
@@ -135,10 +135,10 @@ class Server(servers.Server):
         self._starts = 0
         self._start_up = 0  # length of the log when the server was ready
 
-    # -- its life ----------------------------------------------------------------------------
+    # -- life cycle --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start it, on another port than before."""
+        """Start the server, on another port than before."""
         if self._starts:  # the log of the start before is kept
             self.log_file.rename(self.log_file.with_suffix(f".{self._starts}.log"))
             self.port = servers.find_free_ports(1)[0]
@@ -162,7 +162,7 @@ class Server(servers.Server):
         assert self.log_lines("falls back to stock: ") == [], no_request
 
     def wait_until(self, condition: Callable[[], T], what: str, seconds: float = TIMEOUT) -> T:
-        """``wait_until``, as long as the server lives; the log's end explains what goes wrong."""
+        """Call ``wait_until`` while the server lives; the log's end explains failures."""
 
         def alive() -> T:
             self._check_alive()
@@ -180,39 +180,39 @@ class Server(servers.Server):
             return
         raise ServerDiedError(f"it exited with {self.process.returncode}:\n{self._log_tail()}")
 
-    # -- what it has logged and run ---------------------------------------------------------
+    # -- log and forwards -------------------------------------------------------------------
 
     def log_lines(self, text: str) -> list[str]:
-        """The log's lines that contain ``text``."""
+        """Return the log's lines that contain ``text``."""
         return [line for line in self.log().splitlines() if text in line]
 
     def log_since_ready(self) -> str:
-        """The log without the start: some releases show there what they failed to import."""
+        """Return the log without the start, where some releases report failed imports."""
         return self.log()[self._start_up :]
 
     def _log_tail(self) -> str:
         return "\n".join(self.log().splitlines()[-_TAIL:])
 
     def prefills(self, since: int = 0) -> list[Prefill]:
-        """The prefill forwards so far, without the first ``since``."""
+        """Return the prefill forwards so far, without the first ``since``."""
         return self._trace.prefills()[since:]
 
     def verifications(self) -> list[Prefill]:
-        """The forwards so far that verified drafts."""
+        """Return the forwards so far that verified drafts."""
         return list(self._trace.verifications())
 
     def mark(self) -> int:
-        """How many prefill forwards there were so far, for ``prefills(since=...)``."""
+        """Return the number of prefill forwards so far, for ``prefills(since=...)``."""
         return len(self._trace.prefills())
 
     def wait_for_prefills(self, count: int, since: int) -> None:
-        """Return when there were so many prefill forwards after a mark."""
+        """Return once ``count`` prefill forwards ran after a mark."""
         self.wait_until(lambda: self.mark() >= since + count, f"{count} prefill forwards")
 
     # -- requests ---------------------------------------------------------------------------
 
     def resolved(self, argument: str) -> Any:
-        """A server argument as the scheduler runs with it, which may be other than what was typed.
+        """Return the scheduler's value of a server argument, which may differ from the given one.
 
         The same in all of its model processes.
         """
@@ -222,7 +222,7 @@ class Server(servers.Server):
         return first
 
     def load(self) -> dict[str, int]:
-        """How many requests are ``running`` and ``waiting``, as the scheduler counts them."""
+        """Return how many requests are ``running`` and ``waiting``, by the scheduler's count."""
         found = {"running": 0, "waiting": 0}
         for load in self.get("/v1/loads")["loads"]:
             for name in found:
@@ -230,7 +230,7 @@ class Server(servers.Server):
         return found
 
     def chat(self, **body: Any) -> Any:
-        """/v1/chat/completions' JSON answer, or with ``stream=True`` the list of its chunks."""
+        """Return /v1/chat/completions' JSON answer, or its list of chunks with ``stream=True``."""
         response = self.post("/v1/chat/completions", {"model": "default", **body})
         if not body.get("stream"):
             return response.json()
@@ -256,7 +256,7 @@ def started(
     env: Mapping[str, str | None] | None = None,
     spawned: bool = False,
 ) -> Iterator[Server]:
-    """A server of ``checkpoint`` that is on its way up; dead, with all its children, after it.
+    """Start a server of ``checkpoint``; it and all its children are dead after the block.
 
     Args:
         checkpoint: what to serve.
@@ -289,7 +289,7 @@ def started(
 
 @contextmanager
 def running(checkpoint: Path, directory: Path, **how: Any) -> Iterator[Server]:
-    """``started``, and ready to serve."""
+    """Start a server, and wait until it is ready to serve."""
     with started(checkpoint, directory, **how) as server:
         server.wait_until_ready()
         yield server
@@ -303,7 +303,7 @@ def pair(
     env: Mapping[str, str | None] | None = None,
     captured: bool = False,
 ) -> Iterator[Pair]:
-    """Two servers with the same arguments: the fast path on (by default), and switched off.
+    """Run two servers with the same arguments: the fast path on (by default), and switched off.
 
     Args:
         captured: the fast one replays its decode steps, and the tails of its prefills.
@@ -323,12 +323,12 @@ def pair(
 
 
 def python_path(directory: Path) -> str:
-    """A PYTHONPATH with ``directory`` in front."""
+    """Return a PYTHONPATH with ``directory`` in front."""
     return os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def changed_package(directory: Path, file: str, changes: Mapping[str, str]) -> str:
-    """A PYTHONPATH with a copy of the package, a file of which has other text in these places."""
+    """Return a PYTHONPATH with a copy of the package, in a file of which text is changed."""
     package = Path(sglang_gemma4_yoco.__file__).parent
     copy = directory / package.name
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""What the gate sees: SGLang's batches and server arguments, and a stand-in for a model."""
+"""Inputs of the gate: SGLang's batches and server arguments, and a stand-in for a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sglang_gemma4_yoco.refusal import Refusal
 
 
 def skip_on_older(what: str, absent: Iterable[str]) -> None:
-    """Skip the test where SGLang does not have these names yet; the last tested one has all."""
+    """Skip the test if SGLang does not have these names yet; the last tested release has all."""
     names = ", ".join(sorted(absent))
     if names:
         assert Version(version("sglang")) < compat.release.LAST_TESTED, f"{what} lacks {names}"
@@ -41,7 +41,7 @@ def skip_on_older(what: str, absent: Iterable[str]) -> None:
 
 
 def server_args(**arguments: Any) -> ServerArgs:
-    """SGLang's arguments of a server. May skip the test: where an older release refuses them."""
+    """Return SGLang's server arguments. Skips the test if an older release refuses them."""
     skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
     try:
         return ServerArgs(**arguments)
@@ -53,7 +53,7 @@ def server_args(**arguments: Any) -> ServerArgs:
 
 @contextmanager
 def prefill_graphs(backend: str, named: str | None = None, **sizes: Any) -> Iterator[None]:
-    """A server with prefill graphs of this backend in the span.
+    """Give the server prefill graphs of this backend in the ``with`` block.
 
     Args:
         named: what the operator has given by name; None where SGLang has chosen.
@@ -66,7 +66,7 @@ def prefill_graphs(backend: str, named: str | None = None, **sizes: Any) -> Iter
 
 
 def eligible_batch(**changes: Any) -> ForwardBatch:
-    """Three prompts of 3, 4 and 2 new tokens, changed. May skip the test: ``skip_on_older``."""
+    """Return three changed prompts of 3, 4 and 2 new tokens. May skip: ``skip_on_older``."""
     skip_on_older("ForwardBatch", changes.keys() - ForwardBatch.__dataclass_fields__)
     lens = changes.get("extend_seq_lens_cpu", [3, 4, 2])
     fields: dict[str, Any] = {
@@ -92,7 +92,7 @@ def eligible_batch(**changes: Any) -> ForwardBatch:
 
 
 def model(**changes: Any) -> SimpleNamespace:
-    """A stand-in for E2B's text model."""
+    """Return a stand-in for E2B's text model."""
     config = {"num_hidden_layers": 35, "num_kv_shared_layers": 20}
     config |= {name: changes.pop(name) for name in list(changes) if name in config}
     return SimpleNamespace(
@@ -105,17 +105,17 @@ def model(**changes: Any) -> SimpleNamespace:
 
 
 def state_of(served: Any) -> ModelState:
-    """What is known of it, by its config."""
+    """Return the model's state, from its config."""
     return ModelState(served, gemma4, runner_setup.find_model_reason(served))
 
 
 def reason_of(served: Any, forward_batch: Any) -> Refusal | None:
-    """Why the gate refuses a batch of this model, or None."""
+    """Return why the gate refuses a batch of this model, or None."""
     return eligibility.find_ineligible_reason(state_of(served), forward_batch)
 
 
 class Doubled(UnquantizedLinearMethod):
-    """Weights that are kept at half their size, as a quantised layer keeps them scaled."""
+    """Weights stored at half their size, as quantised layers store them scaled."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         output: torch.Tensor = super().apply(layer, x, bias) * 2
@@ -128,7 +128,7 @@ class Packed(torch.Tensor):
 
 @contextmanager
 def halved_weights(projection: Any) -> Iterator[None]:
-    """A linear layer computes what it did, from weights of half the size."""
+    """Halve a linear layer's weights but not its results."""
     method, weight = projection.quant_method, projection.weight.data
     projection.quant_method, projection.weight.data = Doubled(), weight * 0.5
     try:
@@ -138,5 +138,5 @@ def halved_weights(projection: Any) -> Iterator[None]:
 
 
 def tail_of(forward_batch: Any, *, decodes: bool = True) -> TailBatch:
-    """The tail of a batch, as it is planned once the gate has admitted it."""
+    """Return the tail of a batch, planned as after the gate has admitted it."""
     return TailBatch.of(forward_batch, eligibility.find_kept_rows(forward_batch), decodes=decodes)

@@ -1,4 +1,4 @@
-"""A third text model, of SGLang's layers, as somebody who brings one would write it.
+"""A third text model, of SGLang's layers, as a third party would write it.
 
 It has little in common with Gemma: no per-layer inputs, no norms of queries and keys, scores that
 are divided by sqrt(head_dim), and layers that add to the residual stream themselves. The KV-shared

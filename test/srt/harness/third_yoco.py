@@ -1,4 +1,4 @@
-"""The file of ``third_model`` that the package needs: as those of ``models/``."""
+"""The package's part of ``third_model``, like the files of ``models/``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Gemma 4 in fp32: what the answers are measured against.
+"""Hugging Face's Gemma 4 in fp32, the reference for answers.
 
 It computes every row in every layer. From a checkpoint in bf16 it has the very same weights as a
 server in bf16, for every bf16 number is an fp32 number as well.
@@ -19,13 +19,13 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY
 
 
 def load(checkpoint: Path) -> Gemma4ForConditionalGeneration:
-    """The model of ``checkpoint``, in fp32 whatever its type."""
+    """Return the model of ``checkpoint``, in fp32 whatever its type."""
     return Gemma4ForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
 def logprobs(model: Gemma4ForConditionalGeneration, prompt: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities of the token after ``prompt``: [vocab]."""
+    """Return log-probabilities of the token after ``prompt``: [vocab]."""
     logits = model(input_ids=torch.tensor([prompt])).logits
     after: torch.Tensor = logits[0, -1].log_softmax(-1)
     return after
@@ -34,7 +34,7 @@ def logprobs(model: Gemma4ForConditionalGeneration, prompt: Sequence[int]) -> to
 def continuation(
     model: Gemma4ForConditionalGeneration, prompt: Sequence[int], count: int
 ) -> list[int]:
-    """The ``count`` tokens that come after ``prompt``, each the most likely one.
+    """Return the ``count`` tokens that come after ``prompt``, each the most likely one.
 
     ``generate`` of transformers 5.23 and later skips rows of the KV-shared layers as well, unless
     it is to keep all logits.
@@ -55,7 +55,7 @@ def continuation(
 
 
 def server_logprobs(server: Server, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Log-probabilities of the token after each prompt of one /generate: [prompts, vocab]."""
+    """Return log-probabilities after each prompt of one /generate: [prompts, vocab]."""
     replies = server.generate(
         input_ids=prompts,
         sampling_params={"temperature": 0, "max_new_tokens": 1},
@@ -75,14 +75,14 @@ def _whole_vocabulary(reply: dict[str, Any]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Error:
-    """How far log-probabilities are from others: root of the mean square, and at most."""
+    """Errors of log-probabilities: root mean square, and maximum."""
 
     rms: float
     largest: float
 
     @classmethod
     def of(cls, got: torch.Tensor, want: torch.Tensor) -> Error:
-        """Of all values together; those that are not finite are infinitely far."""
+        """Return the error of all values together; those that are not finite are infinitely far."""
         difference = (got - want).abs().double().nan_to_num(nan=torch.inf)
         return cls(float(difference.square().mean().sqrt()), float(difference.max()))
 
@@ -104,7 +104,7 @@ _LARGEST = 1.3
 def assert_no_further(
     fast: torch.Tensor, stock: torch.Tensor, truth: torch.Tensor, *, at_most: float = _BF16_RMS
 ) -> None:
-    """The fast path is as near to fp32 as stock is, and to stock as rounding allows.
+    """Assert that fast is as near to fp32 as stock, and as near to stock as rounding allows.
 
     Fast and stock round the same sums in another order, for kept rows of the tail alone. Even if
     all their errors were independent, the root mean squares of two times n draws would be within
@@ -129,10 +129,10 @@ def assert_no_further(
 def assert_as_near_as_rounding(
     fast: torch.Tensor, stock: torch.Tensor, rounded: Sequence[torch.Tensor]
 ) -> None:
-    """The fast path is no further from stock than stock that rounds otherwise.
+    """Assert that fast is no further from stock than stock with perturbed rounding.
 
     For models that multiply rounding errors: bf16 is so far from fp32 there that fp32 says nothing
-    about the fast path, which shares with stock whatever the front has made of its own errors.
+    about the fast path, which shares the front's errors with stock.
 
     Args:
         fast: log-probabilities of the fast path: [prompts, vocab].

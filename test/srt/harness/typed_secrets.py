@@ -1,4 +1,4 @@
-"""Secrets as people give them to a server, and whether one is in what a command has left.
+"""Secrets as users give them to a server, and a search of a command's output for them.
 
 Each is a mark that is nowhere else; tests look for the mark in whatever was printed or written.
 """
@@ -19,12 +19,12 @@ ACCEPTED: dict[str, list[str]] = _CASES["accepted"]
 FLAGS = ACCEPTED | _CASES["not accepted"]
 #: The same in files of --config; SGLang refuses what is here.
 FILES: dict[str, str] = _CASES["files"]
-#: By variable, its value.
+#: Variable -> its value.
 VARIABLES: dict[str, str] = _CASES["variables"]
 
 
 def places(*, out: str, err: str, folder: Path) -> Iterator[str]:
-    """Where a mark is, of all that was printed and of all files in ``folder``."""
+    """Yield the places of a mark, in all printed text and in all files in ``folder``."""
     texts = {"stdout": out, "stderr": err}
     for path in folder.rglob("*"):
         if path.is_file():

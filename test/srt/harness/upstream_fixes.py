@@ -13,7 +13,7 @@ REPORTS = Path(__file__).resolve().parents[3] / "docs" / "upstream"
 
 
 def fixed(function: Callable[..., Any], report: Path) -> Any:
-    """``function`` with the changes of the report's diff made in its source."""
+    """Return ``function`` with the changes of the report's diff made in its source."""
     [diff] = re.findall(r"```diff\n(.*?)```", report.read_text(), re.DOTALL)
     lines = diff.splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")

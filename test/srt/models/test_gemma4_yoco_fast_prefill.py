@@ -24,7 +24,7 @@ DECODES = pytest.mark.skipif(
 
 
 class RecordingBackend:
-    """An attention backend that writes down each batch that it plans for."""
+    """Attention backend that records each batch that it plans for."""
 
     def __init__(self) -> None:
         self.planned: list[tuple[list[int], list[int], list[int]]] = []
@@ -40,7 +40,7 @@ class RecordingBackend:
 
 
 def batch(new: list[int], total: list[int] | None = None, **changes: Any) -> ForwardBatch:
-    """Prompts with so many new tokens, and so many in all."""
+    """Return prompts of these new and total lengths."""
     total, rows = total or new, sum(new)
     cached = [s - n for s, n in zip(total, new, strict=True)]
     lengths = {
@@ -59,7 +59,7 @@ def batch(new: list[int], total: list[int] | None = None, **changes: Any) -> For
 
 @pytest.fixture(autouse=True)
 def _installed(setting: Callable[..., None]) -> Iterator[None]:
-    """The patch, in a process that serves nothing, whatever other tests have started in it."""
+    """Install the patch in a process that serves nothing."""
     setting(min_skipped_rows=None)
     plugin.load()  # as any process of SGLang's does, once
     with releases.unpublished():
@@ -67,7 +67,7 @@ def _installed(setting: Callable[..., None]) -> Iterator[None]:
 
 
 def logprobs_from(*starts: int) -> ForwardBatch:
-    """Two prompts, of whose rows from these on log-probabilities are wanted."""
+    """Return two prompts whose log-probabilities are wanted from these rows on."""
     return batch([10, 5], return_logprob=True, extend_logprob_start_lens_cpu=list(starts))
 
 
@@ -137,7 +137,7 @@ def test_truncate_to_last_tokens_indices_and_restore() -> None:
 
 
 def test_another_order_of_arguments() -> None:
-    """It was published as well."""
+    """This order was published as well."""
     with pytest.raises(TypeError, match="expected hidden_states, positions, per_layer_inputs"):
         Gemma4TextModel._yoco_truncate_to_last_tokens(
             model(), TWO, torch.zeros(15, 8), torch.arange(15), None

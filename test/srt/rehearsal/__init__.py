@@ -1,1 +1,1 @@
-"""A CUDA device for a machine without one; ``device`` says how, ``runtime.cpp`` what it models."""
+"""A CUDA device for a machine without one: see ``device``, and ``runtime.cpp`` for its model."""

@@ -1,4 +1,4 @@
-"""Rehearses what one question needs, and writes the answer as JSON.
+"""Rehearsal of one question, whose answer is written as JSON.
 
     PYTHONPATH=test/srt python -m rehearsal.ask model /tmp/model.json
 
@@ -30,7 +30,7 @@ OF_AN_ENGINE = {
 
 
 def answer(question: str, folder: Path) -> Answer:
-    """Batches in each of the question's ways, and its parts."""
+    """Return the results of batches in each of the question's ways, and of its parts."""
     asked = engine.QUESTIONS[question]
     os.environ.update(asked.get("environment", {}))
     with operations.computed(floats=False):

@@ -1,4 +1,4 @@
-"""Host code of the package, broken on purpose: whether the rehearsal sees each breakage.
+"""Defects in the package's host code, injected to see that the rehearsal finds each.
 
 On a CPU all but a few of them would change nothing: no answer, no row. A breakage is a replacement
 of text in a function, in this process alone: in ``function`` of a module of the package, or of a
@@ -52,7 +52,7 @@ def _broken(breakage: Answer) -> Iterator[None]:
 
 
 def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]:
-    """What is wrong in the batches of this module, of which stock's costs are given."""
+    """Return the problems in this module's batches, of which stock's costs are given."""
     state = state_of(engine)
     state.failures_in_a_row = 0
     state.unsupported = None
@@ -74,10 +74,10 @@ def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]
 
 
 def break_each(engine: Engine) -> Answer:
-    """By breakage what was found; by ``""`` what was found without any."""
+    """Return the findings by breakage; under ``""`` those without any."""
     logging.disable(logging.CRITICAL)  # each breakage is logged, as it should be
     costs = serving.serve_all(engine, [STOCK], SERVED)
-    _look(engine, costs)  # compiles what the first requests compile
+    _look(engine, costs)  # compiles the kernels of the first requests
     found = {"": _look(engine, costs, captures=True)}
     for breakage in BREAKAGES:
         with _broken(breakage):

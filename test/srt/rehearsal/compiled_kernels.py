@@ -1,4 +1,4 @@
-"""The compiled CUDA kernels that Gemma 4 calls, in PyTorch: what they check, and what they write.
+"""Gemma 4's compiled CUDA kernels, in PyTorch: their checks of arguments, and their results.
 
 ``check_...`` refuses what the host code refuses that launches the kernel: types, strides,
 alignment, equal row counts. The function beside it writes where the kernel writes, in place where
@@ -24,7 +24,7 @@ _DTYPES = {"fp32_t": torch.float32, "fp16_t": torch.float16, "bf16_t": torch.bfl
 
 
 def _is_aligned(rows: Tensor, alignment: int) -> bool:
-    """Whether the first row, and so each one, begins at a multiple of so many bytes."""
+    """Return True if the first row, and so each one, begins at a multiple of ``size`` bytes."""
     bytes_between = rows.stride(0) * rows.itemsize
     return rows.data_ptr() % alignment == 0 and (len(rows) == 1 or bytes_between % alignment == 0)
 

@@ -1,4 +1,4 @@
-"""Builds a CUDA runtime, driver and cuBLAS of our own, and loads them: then torch has a device.
+"""A CUDA runtime, driver and cuBLAS of our own, which give torch a device once loaded.
 
 It must be loaded before torch. Its libraries have the names of the real ones, so that torch's,
 Triton's and SGLang's own code runs on them; nothing that is installed changes. The device is named
@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-#: What a question is answered with, as JSON.
+#: Answer to a question, as JSON.
 Answer = dict[str, Any]
 
 HERE = Path(__file__).parent
@@ -49,7 +49,7 @@ Kind = enum.IntEnum(
     "LAUNCH COPY HOST_WAIT GRAPH_LAUNCH PINNING EVENT_RECORD EVENT_WAIT",
     start=0,
 )
-#: A listener's type: kind, what waits for what, stream, event or graph.
+#: A listener's type: kind, description of a wait, stream, event or graph.
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
 
 #: Of the real ones, by ``CUDA``: their names are taken from them, and the sources include them.
@@ -60,12 +60,12 @@ REAL = (
 
 
 def read_table(name: str) -> Any:
-    """Return what a JSON file of this folder has."""
+    """Return the content of a JSON file of this folder."""
     return json.loads((HERE / f"{name}.json").read_text())
 
 
 def say_what_is_missing() -> str | None:
-    """One line that says what to install, or None."""
+    """Return one line that says what to install, or None."""
     if shutil.which("g++") is None or shutil.which("nm") is None:
         return "the rehearsal needs g++ and nm: install g++ and binutils"
     if not (CUDA / "lib" / RUNTIME).exists():
@@ -74,7 +74,7 @@ def say_what_is_missing() -> str | None:
 
 
 def _list_names(library: str) -> set[str]:
-    """The functions of the real one."""
+    """Return the functions of the real library."""
     if library == DRIVER:  # it comes with the GPU's driver
         header = (CUDA / "include" / "cuda.h").read_text()
         return set(re.findall(r"CUDAAPI (cu[A-Z]\w+)\(", header))
@@ -84,7 +84,7 @@ def _list_names(library: str) -> set[str]:
 
 
 def _write_stubs(names: set[str]) -> str:
-    """C++ of functions that count where the library's source has none of that name.
+    """Return C++ of functions that count, for names that the library's source lacks.
 
     They return success if they need no effect; else they end the process with their name.
     """
@@ -105,7 +105,7 @@ def _run_compiler(*arguments: str) -> None:
 
 
 def _build_library(library: str, folder: Path) -> None:
-    """Build one that has all names of the real one."""
+    """Build a library that has all names of the real one."""
     out = folder / library
     stubs = out.with_suffix(".cpp")
     stubs.write_text(_write_stubs(_list_names(library)))
@@ -119,7 +119,7 @@ def _build_library(library: str, folder: Path) -> None:
 
 
 def find_folder() -> Path:
-    """Return where the libraries are in the cache: another folder once a source has changed.
+    """Return the libraries' folder in the cache: another one once a source has changed.
 
     The real libraries count by size and time, for one of them has hundreds of megabytes.
     """
@@ -177,5 +177,5 @@ def load_runtime() -> ctypes.CDLL:
 
 
 def read_counters(runtime: ctypes.CDLL) -> Counter[str]:
-    """How often each thing has happened since the process began, by the names of ``Kind``."""
+    """Return how often each thing has happened in this process, by the names of ``Kind``."""
     return Counter({kind.name.lower(): runtime.rehearsal_count(kind) for kind in Kind})

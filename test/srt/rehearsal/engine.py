@@ -18,7 +18,7 @@ QUESTIONS: Answer = device.read_table("questions")
 
 
 def shape_of(question: str) -> Gemma4Shape:
-    """A preset with some other dimensions, and with small towers: the real ones cost time."""
+    """Return a preset with some other dimensions, and small towers: the real ones cost time."""
     asked = dict(QUESTIONS[question]["shape"])
     preset = checkpoint.PRESETS[asked.pop("preset")]
     small = checkpoint.E2B_TINY
@@ -27,7 +27,7 @@ def shape_of(question: str) -> Gemma4Shape:
 
 
 def write_checkpoint(folder: Path, question: str) -> Answer:
-    """Write the question's, and return SGLang's server arguments for it.
+    """Write the question's checkpoint, and return SGLang's server arguments for it.
 
     It has no weights: what is read as one is arbitrary.
     """

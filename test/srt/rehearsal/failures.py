@@ -1,4 +1,4 @@
-"""A capture that fails halfway, memory that runs out, captures again: what is left afterwards."""
+"""Lasting state after a failed capture, a lack of memory, and further captures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_gemma4_yoco.patched import patched
 
 
 def _measure_memory() -> Answer:
-    """In MiB; and how many of PyTorch's pools hold some: its own, and each one's of graphs."""
+    """Return memory in MiB, and the number of PyTorch's pools that hold some, graphs' included."""
     gc.collect()
     torch.cuda.empty_cache()
     pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
@@ -43,7 +43,7 @@ def _serve(engine: Engine, way: str = CAPTURED, name: str = "40 tokens") -> list
 
 
 def _fail_in_a_capture(engine: Engine, state: ModelState) -> Answer:
-    """Wait for the device in the second bucket, after the layers of its tail."""
+    """Wait for the device in the second bucket, after the layers of its tail: the capture fails."""
     stock, captures = gemma4.run_tail, iter(range(1000))
 
     def failing(*args: Any) -> torch.Tensor:
@@ -67,7 +67,7 @@ def _fail_in_a_capture(engine: Engine, state: ModelState) -> Answer:
 
 
 def _run_out_of_memory(engine: Engine) -> list[Any]:
-    """At each of the five gathers of rows in turn, and at none: there is no sixth."""
+    """Run out of memory at each of the five gathers of rows in turn; there is no sixth."""
     found: list[Any] = []
     for at in range(1, 7):
         gathers = Counter[str]()
@@ -83,7 +83,7 @@ def _run_out_of_memory(engine: Engine) -> list[Any]:
 
 
 def fail_in_each_way(engine: Engine) -> Answer:
-    """Each failure in turn, at the size of ``engine``'s model."""
+    """Run each failure in turn, at the size of ``engine``'s model."""
     state = state_of(engine)
     found: Answer = {"as started": _serve(engine)}
     lifecycle.drop_tail(state, lifecycle.NOT_YET)

@@ -26,7 +26,7 @@ compiled: dict[str, None] = {}
 
 
 def follow_triton() -> None:
-    """Give Triton's kernels values, and record what is compiled.
+    """Compute the results of Triton's kernels, and record compilations.
 
     Raises:
         AttributeError: at the launch of a kernel that ``triton_kernels`` does not have.
@@ -55,7 +55,7 @@ def follow_triton() -> None:
 
 
 def _launch(name: str, *arguments: Any) -> None:
-    """Check a compiled kernel's arguments, count its launch, and compute."""
+    """Check a compiled kernel's arguments, count its launch, and compute its results."""
     getattr(compiled_kernels, f"check_{name}")(*arguments)
     tensors = operations.tensors_in(arguments)
     assert all(tensor.is_cuda for tensor in tensors), f"{name}: a tensor is on the CPU"
@@ -67,11 +67,11 @@ def _launch(name: str, *arguments: Any) -> None:
 
 
 def replace_sglangs_kernels() -> None:
-    """After the modules that call them were imported."""
+    """Replace SGLang's kernels, after the modules that call them were imported."""
     stock: Any = import_module("sglang.kernels.jit.utils").load_jit
 
     class Compiled:
-        """A module that nvcc compiles when it is first called; of its kernels one is known."""
+        """Module that nvcc compiles when it is first called; one of its kernels is known."""
 
         def __init__(self, name: str, *template: str, **_: Any) -> None:
             compiled[f"{name} {template}"] = None
@@ -86,7 +86,7 @@ def replace_sglangs_kernels() -> None:
 
 
 def replace_flashinfers_norms() -> None:
-    """SGLang 0.5.23 calls flashinfer's CuTe norms where flashinfer is installed."""
+    """Replace flashinfer's CuTe norms, which SGLang 0.5.23 calls where flashinfer is installed."""
     norm: Any = import_module("flashinfer.norm")
 
     def follow(name: str) -> Callable[..., None]:
@@ -105,7 +105,7 @@ def replace_flashinfers_norms() -> None:
 
 
 def replace_cuda_python() -> None:
-    """It links a runtime of its own, which SGLang's breakable graphs ask about a capture."""
+    """Replace cuda-python, whose own runtime SGLang's breakable graphs ask about a capture."""
     folder = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
     module: Any = import_module(f"{folder}.breakable_cuda_graph")
 
@@ -118,7 +118,7 @@ def replace_cuda_python() -> None:
 
 
 def compute_pooled_images() -> None:
-    """How many tokens an image has is found from floats, so those of the pooler are computed."""
+    """Compute the pooler's floats, from which the number of an image's tokens is found."""
     pooler: Any = import_module("sglang.srt.models.gemma4_vision").Gemma4VisionPooler
     stock = pooler.forward
 
@@ -131,7 +131,7 @@ def compute_pooled_images() -> None:
 
 @functools.cache
 def install() -> None:
-    """All of it, after ``import sglang``'s modules and before a model is built.
+    """Install all of this, after ``import sglang``'s modules and before a model is built.
 
     Once in a process: a kernel that were followed twice would be computed twice, in place.
     """

@@ -1,4 +1,4 @@
-"""Computes on the CPU, in the device's memory, what operations on the device would have written.
+"""Results of device operations, computed on the CPU in the device's memory.
 
 Every operation runs for real first, on the runtime of ``device``: its checks, its allocations, its
 launches, its waits. With ``floats=False`` only integers and booleans are computed afterwards:
@@ -50,12 +50,12 @@ def current_stream() -> int:
 
 
 def captured_graph() -> int:
-    """The graph that the current stream captures, or 0."""
+    """Return the graph that the current stream captures, or 0."""
     return int(RUNTIME.rehearsal_captured_graph(current_stream()))
 
 
 def on_cpu(value: Any) -> Any:
-    """A CPU tensor on a CUDA tensor's memory; the CPU for a device; anything else as it is."""
+    """Return a CPU tensor on a CUDA tensor's memory, the CPU for a device, others unchanged."""
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     if isinstance(value, torch.Generator) and value.device.type == "cuda":
@@ -75,7 +75,7 @@ def on_cpu(value: Any) -> Any:
 
 @functools.cache
 def _describe_line(filename: str, line: int, function: str) -> str:
-    """Empty for PyTorch's, Triton's and the rehearsal's own."""
+    """Return a line of the program; empty for PyTorch's, Triton's and the rehearsal's own."""
     skipped = ("/torch/", "/triton/", "/contextlib.py", f"{device.HERE}/", "<")
     if any(part in filename for part in skipped):
         return ""
@@ -84,7 +84,7 @@ def _describe_line(filename: str, line: int, function: str) -> str:
 
 
 def place_of_call() -> str:
-    """The five innermost lines of the program."""
+    """Return the five innermost lines of the program."""
     found: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < 5:
@@ -97,18 +97,18 @@ def place_of_call() -> str:
 
 
 class Computed(TorchDispatchMode):
-    """The mode in which operations have results."""
+    """Mode in which operations have results."""
 
     def __init__(self, *, floats: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.floats = floats
-        #: What each graph has to compute at its launch.
+        #: The computations of each graph, at its launch.
         self.graphs: dict[int, list[Callable[[], object]]] = defaultdict(list)
-        #: Where the host has waited for the device, and for what.
+        #: Places where the host waited for the device, and the reasons.
         self.waits: Counter[str] = Counter()
-        #: How many matrix products had so many rows: what a layer runs on.
+        #: Number of matrix products by their rows, which are a layer's.
         self.product_rows: Counter[int] = Counter()
-        #: They hear of each operation or kernel: its name, what it reads and what it writes.
+        #: Called for each operation or kernel: its name, its inputs and its outputs.
         self.accesses: Any = None
         self.events: Any = None
         self._failure: BaseException | None = None
@@ -117,7 +117,7 @@ class Computed(TorchDispatchMode):
         RUNTIME.rehearsal_listen(self._listener)
 
     def _hear(self, kind: int, what: bytes, stream: int, handle: int) -> None:
-        """Called by the runtime. An exception would be lost in its C code, so it is kept."""
+        """Handle an event of the runtime; keep exceptions, which would be lost in its C code."""
         if self._is_computing:
             return
         try:
@@ -166,7 +166,7 @@ class Computed(TorchDispatchMode):
             self._compute_or_note(func, args, kwargs, written)
         return result
 
-    # ---- what is computed
+    # ---- computation
 
     def _compute_or_note(self, func: Any, args: Any, kwargs: Any, written: Any) -> None:
         outputs, arguments, keywords = tree_map(on_cpu, (written, args, kwargs))
@@ -180,7 +180,7 @@ class Computed(TorchDispatchMode):
         self._now_or_at_the_launch(call, written)
 
     def run_kernel(self, name: str, compute: Callable[..., Any], arguments: Any) -> None:
-        """Of a kernel that is not PyTorch's, after its launch: ``compute`` writes its results."""
+        """Let ``compute`` write the results of a kernel that is not PyTorch's, after its launch."""
         used = tensors_in(arguments)
         if self.accesses is not None:
             self.accesses(name, [], used)
@@ -200,7 +200,7 @@ class Computed(TorchDispatchMode):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """The rehearsal's own work: no operation of the program, and no wait of it."""
+        """Mark the rehearsal's own work: no operation of the program, and no wait of it."""
         before, self._is_computing = self._is_computing, True
         try:
             with _disable_current_modes(), torch.inference_mode():
@@ -208,10 +208,10 @@ class Computed(TorchDispatchMode):
         finally:
             self._is_computing = before
 
-    # ---- what waits for the device
+    # ---- waits for the device
 
     def _compute_after_waiting(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """As the real operation does, which must wait before it can say how large its result is."""
+        """Wait, then compute, as real operations whose result's size depends on values."""
         places = {tensor.device.type for tensor in tensors_in((args, kwargs)) if tensor.dim()}
         if len(places) > 1:
             raise RuntimeError(f"Expected all tensors to be on the same device, got {places}")
@@ -231,7 +231,7 @@ class Computed(TorchDispatchMode):
                     found += index.nonzero().unbind(1)
         return found
 
-    # ---- what reads and writes
+    # ---- reads and writes
 
     def _tell_accesses(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         read: list[Tensor] = []
@@ -253,7 +253,7 @@ current: Computed | None = None
 
 @contextmanager
 def computed(*, floats: bool) -> Iterator[Computed]:
-    """Operations in the block have results; see the module."""
+    """Compute the results of operations in the ``with`` block; see the module."""
     global current
     current = Computed(floats=floats)
     try:

@@ -45,12 +45,12 @@ class _Access(NamedTuple):
 
 
 class Races:
-    """Hears of each access and event of ``operations``, and finds pairs that nothing orders."""
+    """Observer of ``operations``' accesses and events, which finds unordered pairs."""
 
     def __init__(self, mode: operations.Computed) -> None:
         self.found: Counter[str] = Counter()
         self.accesses = 0
-        #: Names of streams, for what is found.
+        #: Names of streams, for the findings.
         self.names: dict[int, str] = {0: "default", HOST: "host"}
         self._clocks: defaultdict[int, Clock] = defaultdict(Counter)
         self._events: defaultdict[int, Clock] = defaultdict(Counter)
@@ -62,7 +62,7 @@ class Races:
         mode.accesses = self._hear_access
         mode.events = self._hear_event
 
-    # ---- what is ordered
+    # ---- order
 
     def _hear_event(self, kind: Kind, what: str, stream: int, handle: int) -> None:
         if kind == Kind.EVENT_RECORD:
@@ -78,7 +78,7 @@ class Races:
                 self._clocks[HOST] |= clock
 
     def _find_awaited(self, what: str, stream: int, handle: int) -> list[Clock]:
-        """What the host has waited for; a pageable source is copied before, and orders nothing."""
+        """Return the clocks that the host has waited for; a pageable copy orders nothing."""
         if what == "device":
             return list(self._clocks.values())
         if what in ("event", "host"):
@@ -86,12 +86,12 @@ class Races:
         return [self._clocks[stream]] if what == "stream" else []
 
     def _tick(self, stream: int) -> int:
-        """A step of this stream, which begins after all that the host has done so far."""
+        """Return a new tick of this stream, after all that the host has done so far."""
         self._clocks[stream] |= self._clocks[HOST]
         self._clocks[stream][stream] += 1
         return self._clocks[stream][stream]
 
-    # ---- what is accessed
+    # ---- accesses
 
     def _hear_access(
         self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
@@ -137,7 +137,7 @@ class Races:
 
 
 def _find_ranges(tensors: Sequence[torch.Tensor], *, writes: bool) -> list[_Range]:
-    """Where they lie, if that is device memory or pinned."""
+    """Return the byte ranges of tensors, if they are in device memory or pinned."""
     found: list[_Range] = []
     for tensor in tensors:
         start = tensor.data_ptr()

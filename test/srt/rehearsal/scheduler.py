@@ -1,4 +1,4 @@
-"""SGLang's own scheduler in this process, its loop with overlap on the rehearsal's device.
+"""SGLang's own scheduler in this process, and its overlap loop on the rehearsal's device.
 
 ``traffic.json`` has the requests, by the iteration of the loop in which they come in: tokens of the
 prompt, new ones to generate, and whether log-probabilities are wanted.
@@ -37,7 +37,7 @@ ITERATIONS = 45
 
 
 class Loop:
-    """A scheduler with its model; ``races`` has followed it from its start."""
+    """A scheduler with its model, which ``races`` has observed from its start."""
 
     def __init__(self, folder: Path, question: str) -> None:
         arguments = engine.write_checkpoint(folder, question)
@@ -54,7 +54,7 @@ class Loop:
         self._draw = random.Random(0)
 
     def serve(self) -> Answer:
-        """Run the traffic once: outcomes of forwards, accesses, races."""
+        """Run the traffic once; return the outcomes of forwards, accesses and races."""
         torch.cuda.synchronize()
         self.races.found.clear()
         self.races.accesses = 0
@@ -79,7 +79,7 @@ class Loop:
         }
 
     def _make(self, iteration: int, tokens: int, new: int, logprobs: bool = False) -> Any:
-        """A request with a prompt that is in no cache."""
+        """Return a request with a prompt that is in no cache."""
         sampling = SamplingParams(max_new_tokens=new, temperature=0, ignore_eos=True)
         sampling.normalize(None)
         return io_struct.TokenizedGenerateReqInput(
@@ -99,7 +99,7 @@ class Loop:
 
 
 def _make_races(loop: Loop, state: ModelState) -> dict[str, AbstractContextManager[Any]]:
-    """Races on purpose: spans in which something runs on a stream that nothing orders.
+    """Return deliberate races: spans in which something runs on an unordered stream.
 
     The barrier is SGLang's own, and protects stock and the package alike.
     """
@@ -122,7 +122,7 @@ def _make_races(loop: Loop, state: ModelState) -> dict[str, AbstractContextManag
 
 
 def find_races(folder: Path, question: str) -> Answer:
-    """What was found at the start, in traffic, beside audits and with each race on purpose."""
+    """Return the findings at start, in traffic, during audits and with each deliberate race."""
     loop = Loop(folder, question)
     state = get_attached_state()
     assert state is not None

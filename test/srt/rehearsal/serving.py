@@ -1,4 +1,4 @@
-"""Batches as they are served in a rehearsal, and what each cost: launches, waits, compilations.
+"""Batches as served in a rehearsal, and the cost of each: launches, waits, compilations.
 
 ``batches.json`` has every kind of batch. Its prompts are the arguments of ``_make_prompt``, or of
 ``MediaPrompt`` where there are images; ``rows`` are those of this forward, and ``kept`` those of
@@ -32,7 +32,7 @@ BATCHES: Answer = device.read_table("batches")
 def _make_prompt(
     new: int, cached: int = 0, logprob_start: int = -1, to_come: int = 0, decodes: bool = False
 ) -> Prompt:
-    """Always the same token ids for the same lengths; ``new`` of them are of this forward."""
+    """Return the same token ids for the same lengths; ``new`` of them are of this forward."""
     draw = random.Random(1000 * cached + new)
     ids = [tokens(draw, count) for count in (cached, new, to_come)]
     return Prompt(ids[0], ids[1], logprob_start, ids[2], decodes)
@@ -46,20 +46,20 @@ def _schedule(engine: Engine, name: str) -> Any:
 
 
 def describe(failure: Exception) -> str:
-    """Its message, or the line that has raised it, as an assertion of a kernel's stand-in has."""
+    """Return an error's message, or the line that raised it, as a stand-in's assertion."""
     line = traceback.extract_tb(failure.__traceback__)[-1].line
     return f"{type(failure).__name__}: {str(failure) or line}"
 
 
 def serve(engine: Engine, name: str, way: str) -> Answer:
-    """Run a batch of ``batches.json`` as stock, with the captured tail or with the eager one.
+    """Serve a batch of ``batches.json`` as stock, with the captured tail or with the eager one.
 
     PyTorch refuses each wait of the host in the planning and in the model of the last two; any
     skipped row is worth it.
 
     Returns:
         What it cost: the ``outcome`` as the package counts it; ``counts`` by the names of
-        ``device.Kind``; ``product_rows``, how many matrix products had so many rows; ``waits``,
+        ``device.Kind``; ``product_rows``, the number of matrix products by rows; ``waits``,
         where the host waited for the device and how often; the kernels that were ``compiled``; the
         ``failure`` that was raised, or that the package has caught to have stock serve the batch.
     """
@@ -106,7 +106,7 @@ def serve(engine: Engine, name: str, way: str) -> Answer:
 def serve_all(
     engine: Engine, ways: Sequence[str], names: Iterable[str] = BATCHES
 ) -> dict[str, Answer]:
-    """The cost of each batch in each way, in this order."""
+    """Return the cost of each batch in each way, in this order."""
     costs: dict[str, Answer] = {}
     for name in names:
         costs[name] = {}

@@ -1,4 +1,4 @@
-"""PyTorch, SGLang and the package on the rehearsal's device: what the host does on a GPU.
+"""The host's control flow on a GPU: PyTorch, SGLang and the package on the rehearsal's device.
 
 Each question is answered by a process of ``ask.py``; several tests read one answer. Only integers
 are computed: kernels of floats are launched and write nothing. So these are tests of control flow,
@@ -45,7 +45,7 @@ CUT_CAPTURED, CUT_EAGER = ["active_captured", None], ["active_eager", None]
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In the repository, as the documents say."""
+    """Run Python in the repository, as the documents say."""
     environment = os.environ | {"PYTHONPATH": str(device.HERE.parent)}
     environment.pop("SGLANG_PLATFORM", None)
     command = [sys.executable, *arguments]
@@ -54,7 +54,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """The answer to a question; each is asked once."""
+    """Return the answer to a question; each is asked once."""
 
     @functools.cache
     def answer(question: str) -> Any:
@@ -73,7 +73,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
 def test_libraries_are_built_anew_for_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
 ) -> None:
-    """As after an upgrade of torch: what was built for the old ones lacks their new functions."""
+    """After an upgrade of torch, libraries built for the old one lack its new functions."""
     for real in device.REAL:
         (tmp_path / real).parent.mkdir(exist_ok=True)
         (tmp_path / real).touch()
@@ -103,7 +103,7 @@ ctypes.string_at(made.data_ptr(), 1)
 
 
 def test_the_host_cannot_read_device_memory() -> None:
-    """The device has the name of which no result is written."""
+    """The device has the name under which no result is written."""
     done = run_python("-c", READ_A_TENSOR)
     assert done.returncode == -signal.SIGSEGV
     assert done.stdout == f"{REHEARSAL}\n"
@@ -135,7 +135,7 @@ def test_the_control_flow_of_a_start(ask: Ask, question: str) -> None:
 def test_a_batch_is_cut_and_costs_no_more_than_in_stock(
     ask: Ask, question: str, batch: str
 ) -> None:
-    """Layers after the cut run on the rows that are read: so the fast path was active.
+    """The layers after the cut run on the rows that are read, so the fast path was active.
 
     The host waits where it does in stock: once, where SGLang sums up what its window holds
     (``update_sliding_window_buffer``), where log-probabilities are read, and where images come in.
@@ -179,7 +179,7 @@ def test_launches(ask: Ask, batch: str) -> None:
 
 @pytest.mark.parametrize("batch", QUESTIONS["exits"]["batches"])
 def test_a_cut_prefill_leaves_sglangs_graph_at_the_exit(ask: Ask, batch: str) -> None:
-    """Of 10 layers stock replays 11 segments; a cut prefill 5, and the graph of its tail.
+    """Stock replays 11 segments of 10 layers; a cut prefill 5, and the graph of its tail.
 
     No captured prefill has room for 257 tokens.
     """
@@ -204,7 +204,7 @@ def test_nothing_is_found_in_what_is_not_broken(ask: Ask) -> None:
 
 @pytest.mark.parametrize("breakage", device.read_table("breakages"), ids=itemgetter("name"))
 def test_a_breakage_is_seen(ask: Ask, breakage: dict[str, Any]) -> None:
-    """What must be found of it is named, so that one that is only misspelt does not count."""
+    """Its findings are named: a breakage that is only misspelt must not count."""
     found = ask("exits")["breakages"][breakage["name"]]
     assert any(breakage["seen"] in one for one in found), found
 
@@ -228,7 +228,7 @@ def test_the_schedulers_loop_has_no_race(ask: Ask, question: str, traffic: str) 
 @RELEASE
 @each_loop
 def test_the_start_and_the_audits_have_no_race(ask: Ask, question: str) -> None:
-    """Captures, their proof, the check.
+    """Captures, their proof and the check have none.
 
     Audits compare zeros, so how many agree says only how many ran.
     """
@@ -259,7 +259,7 @@ def test_a_race_on_purpose_is_seen(ask: Ask, race: str, place: str) -> None:
 
 @RELEASE
 def test_memory_of_the_tail(ask: Ask) -> None:
-    """Of E2B, for up to 32 rows, by PyTorch's allocator; the driver's own part is not in it."""
+    """Memory of E2B's tail for up to 32 rows, by PyTorch's allocator; the driver's is not in it."""
     found = ask("failures")["failures"]
     assert found["as started"] == found["captured four times"] == CUT_CAPTURED
     without, captured = found["without the tail"], found["captured"]
@@ -271,7 +271,7 @@ def test_memory_of_the_tail(ask: Ask) -> None:
 
 @RELEASE
 def test_a_failed_capture_leaves_a_working_device(ask: Ask) -> None:
-    """Of the second bucket, in which the device is synchronised; others are in the breakages."""
+    """The second bucket's fails, when the device is synchronised; others are in the breakages."""
     answer = ask("failures")["failures"]
     found = answer["a capture fails"]
     assert found["tail"].startswith("eager (capturing failed")
@@ -284,7 +284,7 @@ def test_a_failed_capture_leaves_a_working_device(ask: Ask) -> None:
 
 @RELEASE
 def test_memory_that_runs_out_in_a_tail(ask: Ask) -> None:
-    """At each of five gathers of rows stock serves the batch, and the next one is cut again."""
+    """At each of five gathers of rows, stock serves the batch, and the next one is cut again."""
     found = ask("failures")["failures"]
     assert found["refused"] is None
     assert found["after it"] == CUT_CAPTURED
@@ -295,12 +295,12 @@ def test_memory_that_runs_out_in_a_tail(ask: Ask) -> None:
         assert "out of memory" in failure
 
 
-# ---- what waits for a GPU
+# ---- tests for a GPU
 
 
 @RELEASE
 def test_the_tests_that_need_a_gpu_pass() -> None:
-    """By the command of ``benchmark/on_a_gpu.md``; a test that needs CUPTI is left out by name."""
+    """The command is that of ``benchmark/on_a_gpu.md``; a test that needs CUPTI is left out."""
     done = run_python("scripts/run_tests.py", "--gpu", "--", "-p", "rehearsal.gpu_tests")
     assert done.returncode == 0, done.stdout[-8000:]
     passed = re.search(r"(\d+) passed, 1 deselected", done.stdout)

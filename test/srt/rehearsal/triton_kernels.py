@@ -1,4 +1,4 @@
-"""What Triton's kernels write that SGLang launches for a Gemma 4, in PyTorch.
+"""The Triton kernels that SGLang launches for a Gemma 4, in PyTorch.
 
 Each function has its kernel's name, and is given that one's arguments by name, with CPU tensors,
 after the real launch. They stand for values alone: splits, blocks and roundings are a GPU's.
@@ -78,7 +78,7 @@ def get_and_clear_swa_pages_kernel(a: Any) -> None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """In fp64: one row is as many are."""
+    """Attend in fp64, where one row has the results of many."""
     return attend_causally(q.double(), k.double(), v.double(), scale, window)
 
 

@@ -1,4 +1,4 @@
-"""The bench of checks: what is in its result files, and what it counts."""
+"""``bench/bench_checks.py``: its result files, and its counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scripts.result_files import RESULTS
 
 @pytest.mark.parametrize("file", ["checks_cpu.json", "checks_triton.json"])
 def test_what_was_found(file: str) -> None:
-    """No false alarm, and nothing broken that was missed."""
+    """There is no false alarm, and no missed breakage."""
     document = json.loads((RESULTS / file).read_text())
     assert document["models"] == len(document["results"])
     assert document["false_alarms"] == {"check": 0, "audits": 0, "proofs": 0}
@@ -47,7 +47,7 @@ def test_false_alarms_and_misses_are_counted() -> None:
 
 @pytest.mark.release
 def test_a_run_that_is_killed_leaves_no_process() -> None:
-    """By SIGKILL, while its two processes work."""
+    """It is killed by SIGKILL, while its two processes work."""
     command = [sys.executable, str(REPO / "scripts" / "bench" / "bench_checks.py"), "--models", "1"]
 
     def workers_of(main: psutil.Process) -> list[psutil.Process]:

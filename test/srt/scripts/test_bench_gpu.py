@@ -1,4 +1,4 @@
-"""``bench_gpu.py``: what it makes of a profile, its commands, and all of it on a CPU."""
+"""``bench_gpu.py``: its summary of a profile, its commands, and a whole run on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_gemma4_yoco import counters
 
 
 def event(name: str, start: float, end: float, **fields: Any) -> SimpleNamespace:
-    """An event of PyTorch's profiler; times are in microseconds."""
+    """Return an event of PyTorch's profiler; times are in microseconds."""
     about = {"device_type": SimpleNamespace(name="CUDA"), "cpu_children": []}
     about |= {"is_user_annotation": False, "time_range": SimpleNamespace(start=start, end=end)}
     return SimpleNamespace(name=name, **about | fields)

@@ -1,4 +1,4 @@
-"""``bench/bench_latency.py``: what it makes of a run, without a server."""
+"""``bench/bench_latency.py``: its summary of a run, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of ``deploy/``: validators accept them, and SGLang knows the flags that they serve with."""
+"""Files of ``deploy/``: validators accept them, and SGLang knows their flags."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def pod(manifest: Path = KUBERNETES) -> Any:
 
 
 def flags_of_server(file: Path) -> list[str]:
-    """Return what stands behind ``sglang serve``."""
+    """Return the flags behind ``sglang serve``."""
     if file == KUBERNETES:
         [server] = pod()["containers"]
         words = [*server["command"], *server["args"]]
@@ -102,7 +102,7 @@ def flags_of_server(file: Path) -> list[str]:
 
 
 def test_a_first_start_has_half_an_hour() -> None:
-    """A server that is killed while it compiles kernels would start anew for ever."""
+    """A server that is killed while it compiles kernels would restart for ever."""
     [container] = pod()["containers"]
     probe = container["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 30 * 60

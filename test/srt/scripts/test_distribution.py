@@ -1,4 +1,4 @@
-"""The wheel and the source distribution: built, looked into, installed where nothing else is."""
+"""The wheel and the source distribution: build, content, and installation without SGLang."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(*command: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(uv: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel, made of the source distribution."""
+    """Return the wheel, and the source distribution from which it is built."""
     folder, copy = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("checkout")
     # Of a copy: building writes into the checkout.
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -81,7 +81,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
 
 
 def test_what_developers_need_is_not_published(built: tuple[Path, Path]) -> None:
-    """It is in dependency groups; the commands need nothing beside SGLang."""
+    """They are in dependency groups; the commands need nothing beside SGLang."""
     with zipfile.ZipFile(built[0]) as wheel:
         [metadata] = (name for name in wheel.namelist() if name.endswith("/METADATA"))
         extras = message_from_bytes(wheel.read(metadata)).get_all("Provides-Extra")
@@ -89,7 +89,7 @@ def test_what_developers_need_is_not_published(built: tuple[Path, Path]) -> None
 
 
 def test_the_source_distribution_can_be_built_from(built: tuple[Path, Path]) -> None:
-    """It has what the wheel is made of. Documents and tests are in the repository alone."""
+    """It has all files of the wheel. Documents and tests are in the repository alone."""
     with tarfile.open(built[1]) as source:
         names = source.getnames()
     [folder] = [name for name in names if "/" not in name]

@@ -1,4 +1,4 @@
-"""Links lead somewhere, tables are tables, every page can be reached from the README; its size."""
+"""Links, tables, commands and length of the documents, and their reachability from the README."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ for _folder in (*FOLDERS, "docs/monitoring", "test/reference"):
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
 
@@ -67,7 +67,7 @@ def test_the_readme_is_short() -> None:
 
 # ---------------------------------------------------------------- commands
 
-#: What SGLang 0.5.23 warns of, and what it warns in favour of.
+#: Commands that SGLang 0.5.23 warns of -> the commands that it recommends.
 OUTDATED = {
     "sglang.launch_server": "sglang serve",
     "sglang.bench_serving": "sglang.benchmark.serving",
@@ -75,7 +75,7 @@ OUTDATED = {
 
 
 def faults_in_commands(text: str) -> list[str]:
-    """Words in a page, or in its blocks of bash, that should not be there."""
+    """Return words that should not be in a page, or in its blocks of bash."""
     faults = [name for name in OUTDATED if name in text]
     for block in re.findall(r"^```(?:bash|sh)$(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         faults += re.findall(r"<\w[^>]*>", block)  # a placeholder that a shell takes for files

@@ -16,7 +16,7 @@ from scripts.bench import eval_quality
 def evaluate(
     servers: Pair, capsys: pytest.CaptureFixture[str], name: str, questions: int, *more: str
 ) -> dict[str, Any]:
-    """Both servers answer so many questions of one set alike; returns what is said of them."""
+    """Return the result of one set of questions, which both servers answer alike."""
     on, off = servers
     mark = on.mark()
     arguments = ["--on", on.url, "--off", off.url, "--max-tokens", "6", "--sets", name, *more]
@@ -63,7 +63,7 @@ def test_an_answer_is_right_that_names_both_colours(monkeypatch: pytest.MonkeyPa
 
 
 def test_two_runs_without_fast_prefill_stand_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """An answer that differs from itself is seen to do so."""
+    """An answer that differs from itself is found."""
     off = eval_quality.Answers({"sky": "blue", "capital": "Paris"}, {"strict": 1.0})
     again = eval_quality.Answers({"sky": "blue", "capital": "Rome"}, {"strict": 0.5})
     found = eval_quality.compare(off, again, on=off)

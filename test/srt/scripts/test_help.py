@@ -16,7 +16,7 @@ RUN = [path for path in sorted(SCRIPTS.rglob("*.py")) if "__main__" in path.read
 
 @pytest.mark.parametrize("script", RUN, ids=lambda path: path.name)
 def test_help(script: Path, tmp_path: Path) -> None:
-    """It says what the script is for, needs nothing, and writes nothing."""
+    """It states the script's purpose, needs nothing, and writes nothing."""
     command = [sys.executable, "-ISB", str(script), "--help"]
     env = os.environ | {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

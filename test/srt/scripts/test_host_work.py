@@ -1,4 +1,4 @@
-"""What ``host_work`` counts, on forwards whose work is known."""
+"""Counts of ``host_work`` on forwards whose work is known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 @pytest.fixture
 def forward(engine: Engine) -> Callable[[], Any]:
-    """A stock forward."""
+    """Return a stock forward."""
     batch = engine.schedule(batch_of((0, 12)))
 
     def stock() -> Any:
@@ -32,7 +32,7 @@ def forward(engine: Engine) -> Callable[[], Any]:
 
 
 def copied(x: torch.Tensor, out: torch.Tensor) -> None:
-    """A Triton kernel; its arguments are pointers there."""
+    """Triton kernel, whose arguments are pointers."""
     tl.store(out + tl.arange(0, 4), tl.load(x + tl.arange(0, 4)))
 
 

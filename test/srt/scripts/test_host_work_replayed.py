@@ -1,4 +1,4 @@
-"""``host_work`` and ``bench_prefill.py`` where SGLang replays prefills that it has captured."""
+"""``host_work`` and ``bench_prefill.py`` on prefills that SGLang replays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS = ("off", "on", OFF_REPLAYED, ON_REPLAYED)
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
-    """SGLang has captured prefills of two lengths, and the package its tail."""
+    """Return an engine with captured prefills of two lengths, and a captured tail."""
     graphs: dict[str, Any] = {
         "cuda_graph_bs_decode": [1],
         "cuda_graph_backend_prefill": "breakable",
@@ -46,7 +46,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def point(engine: Engine) -> Point:
-    """One prompt of a captured length, measured."""
+    """Return the measurement of one prompt of a captured length."""
     return bench_prefill.measure(engine, Load(ROWS, batch_size=1), 1)
 
 
@@ -59,7 +59,7 @@ def test_each_way_is_what_it_says(point: Point) -> None:
 
 
 def test_what_is_replayed_is_not_the_hosts_work(point: Point) -> None:
-    """Of stock every segment, on the fast path those before the exit, and the tail."""
+    """Stock replays every segment, the fast path those before the exit, and the tail."""
     expected = {"off": 0, "on": 1, OFF_REPLAYED: SEGMENTS, ON_REPLAYED: FIRST_CUT + 1 + 1}
     eager, besides = point.host["off"], {}
     for way, work in point.host.items():

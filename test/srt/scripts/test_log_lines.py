@@ -1,4 +1,4 @@
-"""Every line that the package can log is explained in docs/log.md, and no other is.
+"""Log lines of the package and docs/log.md, which must agree.
 
 What other pages quote of reasons and outcomes is what the package says.
 """
@@ -27,7 +27,7 @@ FORMAT = re.compile(r"%[sr]")
 
 
 def text_of(line: ast.expr) -> str:
-    """A line with ``...`` for whatever is put into it."""
+    """Return a line with ``...`` for its variable parts."""
     if isinstance(line, ast.Constant) and isinstance(line.value, str):
         return FORMAT.sub("...", line.value)
     if isinstance(line, ast.JoinedStr):
@@ -36,7 +36,7 @@ def text_of(line: ast.expr) -> str:
 
 
 def lines_of(source: str) -> Iterator[str]:
-    """The lines that a file logs."""
+    """Yield the lines that a file logs."""
     for call in ast.walk(ast.parse(source)):
         if not isinstance(call, ast.Call) or not call.args:
             continue
@@ -68,7 +68,7 @@ def test_every_line_is_documented() -> None:
 
 
 def texts_in_the_package() -> str:
-    """All string literals, one a line, with ``...`` for whatever is put into them."""
+    """Return all string literals, one a line, with ``...`` for their variable parts."""
     found = []
     for path in PACKAGE.glob("**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -78,7 +78,7 @@ def texts_in_the_package() -> str:
 
 
 def quotes_in(page: str, after: str, column: int) -> list[str]:
-    """What is quoted in a column of the first table after some words of a page."""
+    """Return the quotes in a column of the first table after some words of a page."""
     text = (REPO / "docs" / page).read_text()
     assert text.count(after) == 1, after
     table = re.search(r"(?:^\|.*\n)+", text.partition(after)[2], re.MULTILINE)
@@ -92,7 +92,7 @@ def quotes_in(page: str, after: str, column: int) -> list[str]:
 
 
 def not_said(quotes: list[str], said: str) -> list[str]:
-    """The quotes of which some part is in none of the texts."""
+    """Return the quotes of which some part is in none of the texts."""
     unknown = []
     for quote in quotes:
         parts = quote.split("...")

@@ -1,4 +1,4 @@
-"""The model of a prefill, against what was measured on a CPU and on GPUs; nothing is timed here."""
+"""Predictions of the prefill model, against measurements on a CPU and on GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING = dict.fromkeys(("skipped", "kernels", "key", "request", "step"), 0.0)
 
 
 def misses_on_a_cpu() -> list[float]:
-    """Errors of the ratios of E2B's and E4B's proportions, from one core's peak and bandwidth."""
+    """Return errors of the ratios of E2B's and E4B's proportions, from one core's data."""
     core = json.loads((RESULTS / "device_cpu.json").read_text())
     sheet = {"peak": core["peak"], "bandwidth": core["bandwidth"], "link": math.inf}
     device = SimpleNamespace(itemsize=4, overlaps=False, **sheet)
@@ -45,7 +45,7 @@ def written() -> dict[str, Any]:
 
 
 def misses_on_a_gpu() -> list[float]:
-    """Errors of our prefills on the H200 with the values that were fitted: ratios, and stock's time
+    """Return errors of our prefills on the H200 with the fitted values: ratios, and stock's time
     where it is not the host's."""
     values, found = SimpleNamespace(**written()["fitted"]), []
     for case in predict.list_cases():
@@ -75,7 +75,7 @@ def no_attention(case: Any, whole: Any, values: Any) -> Any:
 
 @pytest.mark.parametrize("broken", ["attention", "the cut", "weights", "the host"])
 def test_a_broken_model_is_seen(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """Each part left out makes it miss on the CPU or on the GPU."""
+    """Each omitted part makes it miss on the CPU or on the GPU."""
     if broken == "attention":
         monkeypatch.setattr(prefill_model, "attention_seconds", no_attention)
     if broken == "the cut":
@@ -100,7 +100,7 @@ def test_leave_one_out() -> None:
 
 
 def test_what_is_written_is_of_these_measurements() -> None:
-    """Else ``predict.py`` is to be run again."""
+    """If this fails: run ``predict.py``."""
     for case, known in zip(predict.list_cases(), written()["cases"], strict=True):
         assert (case.name, case.ratio, case.tokens) == (
             known["name"],
@@ -110,7 +110,7 @@ def test_what_is_written_is_of_these_measurements() -> None:
 
 
 def test_our_measurements_are_where_they_are_said_to_be() -> None:
-    """And the times of prefills were steady."""
+    """The times of prefills are steady, too."""
     for entry in prefill_model.MODEL["own"]:
         document = json.loads((RESULTS / entry["file"]).read_text())
         _, index, *_ = entry["off"]

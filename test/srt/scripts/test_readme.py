@@ -1,4 +1,4 @@
-"""What the documents say is so: every mode has its tests, every table is up to date."""
+"""Claims of the documents: every mode has its tests, every table is up to date."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GENERATED = re.compile(r"<!-- (.+): begin -->.*<!-- \1: end -->", re.DOTALL)
 
 
 def modes() -> dict[str, str]:
-    """Return the remark of each configuration in docs/modes.md, but of generated rows."""
+    """Return the remark of each configuration in docs/modes.md, except generated rows."""
     page = GENERATED.sub("", (REPO / "docs" / "modes.md").read_text())
     ours, _, _ = page.partition("## What SGLang itself does not serve")
     remarks = {}
@@ -80,7 +80,7 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
 
 
 def test_files_that_only_a_release_runs_are_listed() -> None:
-    """Else a promise could rest on a test that no ordinary run has."""
+    """A documented promise must rest on a test that ordinary runs have."""
     listed = (REPO / "test" / "README.md").read_text()
     files = []
     for path in (REPO / "test" / "srt").rglob("test_*.py"):

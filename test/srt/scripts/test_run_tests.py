@@ -1,4 +1,4 @@
-"""``scripts/run_tests.py``: what pytest is called with."""
+"""``scripts/run_tests.py``: pytest's arguments."""
 
 from __future__ import annotations
 

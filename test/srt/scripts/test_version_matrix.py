@@ -1,4 +1,4 @@
-"""The releases of SGLang: each place that names the newest one."""
+"""Supported releases of SGLang: all places that name the newest one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGES = [environment.REPO / "README.md", *(environment.REPO / "docs").rglob("*.m
 
 
 def test_everything_names_the_same_newest_release() -> None:
-    """CONTRIBUTING.md has the list of them; ``compat.LAST_TESTED`` is what decides."""
+    """CONTRIBUTING.md lists them; ``compat.LAST_TESTED`` decides."""
     assert environment.SGLANG_VERSION == NEWEST
     assert (version_matrix.VERSIONS[0], version_matrix.VERSIONS[-1]) == (OLDEST, NEWEST)
     assert str(compat.release.FIRST_TESTED) == OLDEST
@@ -68,7 +68,7 @@ pathlib.Path("environment.json").write_text(json.dumps(dict(os.environ)))
 def environment_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, str]]:
-    """Return what the tests of a release are started with."""
+    """Return a function that returns the environment of a release's tests."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "run_tests.py").write_text(_TESTS)
     for name in (UNTESTED, "UV_OVERRIDE"):
@@ -88,7 +88,7 @@ def environment_of(
 def test_what_nobody_has_tested_is_wanted(
     environment_of: Callable[..., dict[str, str]], name: str
 ) -> None:
-    """Else its tests would see stock."""
+    """Its tests would see stock without the setting."""
     wanted: str | None = "1"
     if name == NEWEST:
         wanted = None
@@ -109,7 +109,7 @@ def test_the_matrix_runs_tests_that_there_are(name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_names_a_release_that_is_not_tested(page: Path) -> None:
-    """Nor is a range of releases without the newest one left where it was."""
+    """Nor does a page name a range of releases without the newest one."""
     text = page.read_text()
     named = set(re.findall(r"\b0\.5\.\d+\b", text))
     assert named <= {*version_matrix.VERSIONS}

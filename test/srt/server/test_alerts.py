@@ -1,4 +1,4 @@
-"""Which alerts fire: promtool evaluates the rules over what servers export.
+"""Alerts: promtool evaluates the rules on servers' metrics.
 
 promtool is of Debian's package ``prometheus``; test/README.md says how to have it without a daemon.
 """
@@ -37,7 +37,7 @@ Scrape = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Exported:
-    """By a server before its first request, after a burst of failures, and without the plugin."""
+    """Metrics of a server before its first request, after a burst of failures, and of stock."""
 
     fresh: Scrape
     failed: Scrape
@@ -46,7 +46,7 @@ class Exported:
 
 @pytest.fixture(scope="module")
 def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Real servers', under a name as Google's models have."""
+    """Return the metrics of real servers, under a name like those of Google's models."""
     directory = tmp_path_factory.mktemp("alerts")
     arguments = ("--enable-metrics", "--served-model-name", "google/gemma-4-E2B-it")
     with pair(tiny_checkpoint, directory, *arguments) as (server, stock):
@@ -59,7 +59,7 @@ def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def scrape(server: Server) -> Scrape:
-    """What Prometheus stores of a server named a: the series that the rules read."""
+    """Return the series that the rules read, as Prometheus stores them for a server named a."""
     values: dict[str, float] = {}
     found = samples(server)
     for name in NAMES:
@@ -70,13 +70,13 @@ def scrape(server: Server) -> Scrape:
 
 
 def changed(values: Scrape, label: str, value: float) -> Scrape:
-    """The same with another value of the series that has this label."""
+    """Return the scrape with another value of the series that has this label."""
     [series] = [series for series in values if label in series]
     return {**values, series: value}
 
 
 def rising(values: Scrape, *labels: str) -> list[Scrape]:
-    """An hour and a half, in which these series rise by 3 a minute."""
+    """Return scrapes of an hour and a half, in which these series rise by 3 a minute."""
     found: list[Scrape] = []
     for minute in range(90):
         now = values
@@ -89,7 +89,7 @@ def rising(values: Scrape, *labels: str) -> list[Scrape]:
 def assert_fire(
     directory: Path, minutes: Sequence[Scrape], expected: Mapping[int, Sequence[str]]
 ) -> None:
-    """These alerts fire in these of the minutes, and no others do."""
+    """Assert that these alerts fire in these minutes, and no others do."""
     inputs: list[object] = []
     for series in set().union(*minutes):
         values = [str(known.get(series, "stale")) for known in minutes]
@@ -106,7 +106,7 @@ def assert_fire(
 
 
 def test_failures_between_two_scrapes(exported: Exported, tmp_path: Path) -> None:
-    """The path is off then, so that the alert stays."""
+    """The path is off then, so the alert stays."""
     minutes = [exported.fresh] * 20 + [exported.failed] * 40
     assert_fire(tmp_path, minutes, {15: [], 20: [FAILS], 59: [FAILS]})
 
@@ -116,7 +116,7 @@ def test_failures_before_the_first_scrape(exported: Exported, tmp_path: Path) ->
 
 
 def test_failures_of_a_restarted_server(exported: Exported, tmp_path: Path) -> None:
-    """As many as before the restart; after another one there are none."""
+    """There are as many as before the restart; after another restart there are none."""
     failed = [exported.failed] * 20 + [{}] * 5
     minutes = failed + failed + [exported.fresh] * 20
     assert_fire(tmp_path, minutes, {19: [FAILS], 22: [], 25: [FAILS], 69: []})
@@ -129,7 +129,7 @@ def test_an_audit_that_differs(exported: Exported, tmp_path: Path) -> None:
 
 
 def test_prefills_that_other_code_runs(exported: Exported, tmp_path: Path) -> None:
-    """None is cut; beside one that is cut they are no fault."""
+    """None of them is cut; beside one that is cut they are no fault."""
     unseen = 'outcome="unseen"'
     assert_fire(tmp_path, rising(exported.fresh, unseen), {5: [], 15: ["Gemma4FastPrefillUnseen"]})
     assert_fire(tmp_path, rising(exported.fresh, unseen, 'outcome="exit_captured"'), {15: []})

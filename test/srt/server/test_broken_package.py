@@ -1,4 +1,4 @@
-"""A server finds out by itself, before it serves, that its package is broken: here a copy of it."""
+"""A broken copy of the package, which a server finds before it serves."""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
 
 
 def general(line: str) -> str:
-    """A line without what differs between models and machines."""
+    """Return a line without the parts that differ between models and machines."""
     return re.sub(r"\w+Backend", "...Backend", re.sub(r"\d+", "#", line))
 
 
 def keys_and_types(state: dict[str, Any]) -> dict[str, Any]:
-    """Of an entry in /server_info; which outcomes were counted is another question."""
+    """Return the keys and types of an entry in /server_info, without the counted outcomes."""
     found: dict[str, Any] = {}
     for name, value in state.items():
         found[name] = type(value)
@@ -61,7 +61,7 @@ def keys_and_types(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_sample_in_the_documents(captured_server: Server) -> None:
-    """A server has such an entry."""
+    """A server's entry has the sample's keys and types."""
     generate(captured_server, tokens(50, seed=2))
     [process] = captured_server.states()
     state = process[metrics.SERVER_INFO_ENTRY]

@@ -1,4 +1,4 @@
-"""A server as users have it, who set nothing: the measured rule decides what pays.
+"""A server with default settings: the measured rule decides which prefills pay.
 
 All other servers of the tests skip whatever they can. The stock server is the one that those are
 compared with too, for it has no rule. ``test_workload`` sends this server requests of all kinds at
@@ -37,7 +37,7 @@ def test_suffix_of_a_prompt(both_servers: Pair, kept: int, rows: list[int]) -> N
 
 
 def test_what_means_nothing_to_an_operator_is_not_said(default_server: Server) -> None:
-    """After "is active" it would read like a fallback."""
+    """After "is active" such a line would read like a fallback."""
     mark = default_server.mark()
     for length in (1, 2):
         generate(default_server, tokens(length, seed=70))

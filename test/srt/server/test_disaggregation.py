@@ -1,4 +1,4 @@
-"""Prefill-decode disaggregation: two servers with the fast path on answer as one stock server does.
+"""Prefill-decode disaggregation: two servers with the fast path on, compared with a stock server.
 
 K and V go from one to the other over TCP, by SGLang's own transfer.
 """
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.release
 def both_roles(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Disaggregated]:
-    """A prefill server and a decode server."""
+    """Yield a prefill server and a decode server."""
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
     with disaggregated(tiny_checkpoint, tmp_path_factory.mktemp("roles")) as servers:
         yield servers
@@ -48,7 +48,7 @@ def both_roles(
 
 @pytest.fixture
 def both(both_roles: Disaggregated, off_server: Server) -> Iterator[tuple[Either, Either]]:
-    """The two roles, and the stock server; of the former only one ever prefills."""
+    """Yield the two roles, and the stock server; only one of the roles ever prefills."""
     decode = both_roles.decode
     mark = decode.mark()
     yield both_roles, off_server
@@ -72,7 +72,7 @@ def test_cached_prefix(both: tuple[Either, Either]) -> None:
 
 
 def test_input_logprobs(both: tuple[Either, Either]) -> None:
-    """The rows that they are of are kept, in a prompt's last chunk and in the one before."""
+    """Their rows are kept, in a prompt's last chunk and in the one before."""
     prompts = ((tokens(70, seed=9), 60), (tokens(2 * CHUNK + 44, seed=10), 2 * CHUNK - 10))
     compared = assert_alike(
         both,
@@ -90,7 +90,7 @@ def test_image(both: tuple[Either, Either]) -> None:
 
 
 def test_several_at_a_time(both: tuple[Either, Either]) -> None:
-    """They share forwards, of the prefill server and of the decode server."""
+    """They share forwards, on the prefill server and on the decode server."""
     prompts = prompts_of(150, 20, 7, 3, 45, 128, 129, 300, 17)
 
     def ask(server: Either) -> list[Answer]:
@@ -101,7 +101,7 @@ def test_several_at_a_time(both: tuple[Either, Either]) -> None:
 
 
 def test_roles_are_switched(both_roles: Disaggregated, off_server: Server) -> None:
-    """A server that was started to decode prefills on the fast path, and its peer goes on."""
+    """A server that was started to decode prefills on the fast path, and its peer decodes."""
     prompts = prompts_of(2 * CHUNK + 9, 60, seed=2)
     both_roles.forget_prefixes()
     switched = both_roles.switch_roles()
@@ -111,7 +111,7 @@ def test_roles_are_switched(both_roles: Disaggregated, off_server: Server) -> No
 
 
 def first_tokens(server: Server, prompts: list[list[int]], **peer: Any) -> list[list[int]]:
-    """The first token of each answer, which a prefill server gives without a peer."""
+    """Return the first token of each answer, which a prefill server gives without a peer."""
     body = {"sampling_params": GREEDY | {"max_new_tokens": 1}, **peer}
     found: list[list[int]] = []
     for prompt in prompts:
@@ -120,7 +120,7 @@ def first_tokens(server: Server, prompts: list[list[int]], **peer: Any) -> list[
 
 
 def test_a_decode_server_that_vanishes(both_roles: Disaggregated, off_server: Server) -> None:
-    """Its request ends with it. The prefill server frees its memory, and continues to serve.
+    """Its requests end; the prefill server frees their memory, and continues to serve.
 
     The last test of this file: there is no decode server after it.
     """

@@ -1,4 +1,4 @@
-"""What ``doctor`` prints before a server is started; real servers give the same reasons."""
+"""``doctor``'s report on a server that is not started; real servers give the same reasons."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ Verdicts = dict[str, tuple[int, str]]
 _CASES = json.loads(Path(__file__).with_name("doctor_verdicts.json").read_text())
 OF_THE_TINY_MODEL: Verdicts = _CASES["flags of a server of the tiny model"]
 OTHERS: Verdicts = _CASES["other command lines"]
-#: By exit status what the report says.
+#: Exit status -> the report's verdict.
 ACTIVE = {0: True, 1: False, 2: None}
 Answers = tuple[dict[str, Answer], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def served(tiny_checkpoint: Path) -> list[str]:
-    """The tiny model, and what a server of it needs on a CPU."""
+    """Return the tiny model, with the arguments that its server needs on a CPU."""
     return ["--model-path", str(tiny_checkpoint), "--", "--device", "cpu", "--dtype", "float32"]
 
 
@@ -55,7 +55,7 @@ def served(tiny_checkpoint: Path) -> list[str]:
 def answers(
     tiny_checkpoint: Path, served: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Answers:
-    """Those to all command lines, and what else was found meanwhile."""
+    """Return the answers to all command lines, and the other findings."""
     directory = tmp_path_factory.mktemp("doctor")
     config = json.loads((tiny_checkpoint / "config.json").read_text())
     config["text_config"]["num_kv_shared_layers"] = 0
@@ -90,7 +90,7 @@ def test_verdicts(answers: Answers, call: str, verdict: tuple[int, str]) -> None
 
 
 def test_the_sample_in_the_documents(tmp_path: Path) -> None:
-    """But for settings and the tests' own plugins, and whatever PyTorch and Python are."""
+    """Settings, the tests' own plugins, and the versions of PyTorch and Python may differ."""
     model = tmp_path / "models" / "gemma-4-E2B-it"
     write_checkpoint(model, PRESETS["E2B"], weights=False)
     command_line = "--model-path ./models/gemma-4-E2B-it -- --device cpu"
@@ -142,7 +142,7 @@ def test_nothing_is_started_or_left(answers: Answers) -> None:
 
 @pytest.fixture(scope="module")
 def with_secrets(served: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    """The reports of servers with secrets: for people, and in JSON of those with a file."""
+    """Return reports on servers with secrets: for people, and in JSON of those with a file."""
     directory = tmp_path_factory.mktemp("secrets")
     calls = {}
     for name, flags in typed_secrets.FLAGS.items():
@@ -157,7 +157,7 @@ def with_secrets(served: list[str], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("name", [*typed_secrets.FLAGS, *typed_secrets.FILES])
 def test_no_secret_is_shown(with_secrets: dict[str, Answer], name: str, tmp_path: Path) -> None:
-    """While all else is: the names of flags, and what decides how a server runs."""
+    """All else is shown: the names of flags, and what decides how a server runs."""
     answer = with_secrets[name]
     assert not list(typed_secrets.places(out=answer.out, err=answer.err, folder=tmp_path))
     accepted = name in typed_secrets.ACCEPTED
@@ -188,7 +188,7 @@ AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
 def test_prefill_graphs(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_repaired: bool
 ) -> None:
-    """As at start: named by the operator, by a plugin that is there, and not switched off."""
+    """They are judged as at start: given by the operator, by a plugin, and not switched off."""
     backend, named = given.get("backend", Backend.BREAKABLE), given.get("named", "breakable")
     monkeypatch.setattr(patch, "installed", given.get("installed", True))
     report = Report()
@@ -205,7 +205,7 @@ def test_prefill_graphs(
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """These plugins alone are installed."""
+    """Install these plugins alone."""
     found: list[Any] = []
     for name in names:
         found.append(SimpleNamespace(name=name))
@@ -213,7 +213,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a checkout that was never installed: SGLang would not find it."""
+    """SGLang would not find it, as in a checkout that was never installed."""
     monkeypatch.delenv(command.RESTRICTION, raising=False)
     registered(monkeypatch, "another")
     report = Report()
@@ -244,7 +244,7 @@ TOO_OLD = """
 
 
 def test_a_plugin_that_refuses_this_sglang(served: list[str], tmp_path: Path) -> None:
-    """SGLang loads it as a server does, and its reason is doctor's."""
+    """SGLang loads it as a server does, and doctor reports its reason."""
     [answer], _ = doctor(
         tmp_path,
         ["--json", *served],
@@ -266,7 +266,7 @@ def test_a_plugin_that_refuses_this_sglang(served: list[str], tmp_path: Path) ->
 def test_a_release_that_was_not_tested(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, bool], refusals: list[str]
 ) -> None:
-    """The reason is a server's own."""
+    """The reason is the same as a server's."""
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     report = Report(entries={"plugins": {}})
     report.begin("Model")
@@ -293,7 +293,7 @@ def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_and_other_plugins(served: list[str], tmp_path: Path) -> None:
-    """All that is wrong is named at once, and the first of it is the reason."""
+    """All faults are named at once, and the first of them is the reason."""
     variables = {
         f"{settings.SWITCH}_MIN_SKIPPED_ROWS": "few",
         f"{settings.SWITCH}_TRUST": "their model",
@@ -319,7 +319,7 @@ TALKING = """
 
 
 def test_a_report_to_read(served: list[str], tmp_path: Path) -> None:
-    """With a trusted plugin beside this one, which prints, and a setting that does not exist."""
+    """It has a trusted plugin that prints, and a setting that does not exist."""
     [answer], _ = doctor(
         tmp_path,
         served,

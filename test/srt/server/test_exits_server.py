@@ -1,4 +1,4 @@
-"""A real server with captured prefills, which are left at their exits, beside stock.
+"""A real server that exits its captured prefills early, beside stock.
 
 The stock server captures no prefills. The rows of each forward show how far its graph ran
 (``row_trace``): a replayed layer computes as many as were captured, padding and all. And the
@@ -66,7 +66,7 @@ def both_servers(
     off_server: Server,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
-    """A server that replays its prefills, on one tensor-parallel rank or two; and the stock one."""
+    """Yield a server that replays its prefills, on one rank or two, and the stock one."""
     directory = tmp_path_factory.mktemp("exits")
     arguments = (*ARGUMENTS, "--tp-size", str(request.param))
     graphs: Any = {"arguments": arguments, "env": GRAPHS}
@@ -74,11 +74,11 @@ def both_servers(
         yield server, off_server
 
 
-# -- which way a forward went ----------------------------------------------------------------
+# -- paths of forwards -----------------------------------------------------------------------
 
 
 def bucket_of(prefill: Prefill) -> int | None:
-    """The graph that SGLang serves a prefill by: more than half of a bucket must be used."""
+    """Return SGLang's graph for a prefill, more than half of whose bucket must be used."""
     total = sum(prefill.extend_lens)
     for bucket in BUCKETS:
         if total <= bucket <= 2 * total and not prefill.multimodal:
@@ -87,7 +87,7 @@ def bucket_of(prefill: Prefill) -> int | None:
 
 
 def due(prefill: Prefill) -> tuple[list[int], int]:
-    """The rows that the layers must compute of a forward, and how many graphs must be replayed."""
+    """Return the rows that a forward's layers must compute, and the number of its graph replays."""
     rows = fast_rows(prefill, captured=CAPTURED_ROWS)
     tail = is_replayed(prefill, 1, CAPTURED_ROWS)
     bucket = bucket_of(prefill)
@@ -104,12 +104,12 @@ def assert_as_due(prefills: list[Prefill]) -> None:
 
 
 def forwards(server: Server) -> Counter[str]:
-    """Prefill forwards so far by outcome, as the server counts them."""
+    """Return the prefill forwards so far by outcome, as the server counts them."""
     return Counter(server.states()[0][metrics.SERVER_INFO_ENTRY]["forwards"])
 
 
 def through_exits(servers: Pair, ask: Callable[[Server], list[A]]) -> Counter[str]:
-    """Same answers, and what became of the forwards; all of them went as they must."""
+    """Assert equal answers and the due path of each forward; return the outcomes."""
     before = forwards(servers[0])
     both = compare(servers, ask)
     assert_as_due(both.prefills)
@@ -118,11 +118,11 @@ def through_exits(servers: Pair, ask: Callable[[Server], list[A]]) -> Counter[st
     return forwards(servers[0]) - before
 
 
-# -- what it says ----------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------
 
 
 def test_what_it_says(both_servers: Pair) -> None:
-    """SGLang's capture is repaired, and what it has captured is left at its exits."""
+    """SGLang's capture is repaired, and its captured prefills are left at their exits."""
     server, stock = both_servers
     ranks = server.resolved("tp_size")
     generate(server, tokens(50, seed=1))
@@ -148,7 +148,7 @@ def test_what_it_says(both_servers: Pair) -> None:
 
 
 def test_prompts_of_all_lengths(both_servers: Pair) -> None:
-    """In a full bucket and in padded ones, at the window's edge, and where no bucket fits."""
+    """They fill a bucket, are padded, reach the window's edge, or fit no bucket."""
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 7, 9, 16, 17, window - 1, window, window + 1, 63, 65, CHUNK - 1, CHUNK)
     counted = through_exits(both_servers, one_by_one(*prompts_of(*lengths)))
@@ -156,7 +156,7 @@ def test_prompts_of_all_lengths(both_servers: Pair) -> None:
 
 
 def test_image_over_a_chunk_boundary(both_servers: Pair) -> None:
-    """Its prompt has media in every chunk, for SGLang, though the last one is of text alone."""
+    """SGLang counts media in every chunk of the prompt, though the last one is of text alone."""
     content = [*over_a_chunk_boundary(), {"type": "text", "text": "y" * 2 * CHUNK}]
     counted = through_exits(both_servers, lambda server: [chat(server, content)])
     assert counted == {counters.TAIL_SKIPPED: 3, counters.TAIL_CAPTURED: 1}

@@ -1,4 +1,4 @@
-"""Servers whose rows other code reads: they answer as stock, and ``status`` has the reason.
+"""Servers with third-party code that sees their rows: they run as stock, and ``status`` says why.
 
 ``forward/test_classes`` has what is foreign, kind by kind.
 """
@@ -21,7 +21,7 @@ from sglang_gemma4_yoco.commands.main import main
 
 Captured = pytest.CaptureFixture[str]
 
-# A model of somebody's, found by SGLANG_EXTERNAL_MODEL_PACKAGE under the name of SGLang's: it
+# A third-party model, found by SGLANG_EXTERNAL_MODEL_PACKAGE under SGLang's name: it
 # writes a score of every row to a file, and answers prompts that are longer than the check's from
 # the mean of their last rows.
 MY_MODELS = """
@@ -59,7 +59,7 @@ ask = one_by_one(*prompts_of(*LENGTHS))
 
 
 def reason_of(server: Server, capsys: Captured) -> str:
-    """Why ``status`` says that the path is not active."""
+    """Return the reason of ``status`` why the path is not active."""
     main(["status", server.url])
     out = capsys.readouterr().out.splitlines()
     return out[-1].removeprefix("The fast path is NOT active: ")
@@ -69,7 +69,7 @@ def reason_of(server: Server, capsys: Captured) -> str:
 def test_a_model_that_reads_every_row(
     tiny_checkpoint: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    """Of a package that SGLang is told of; ``doctor`` gives the server's verdict."""
+    """The model comes from a package given to SGLang; ``doctor`` gives the server's verdict."""
     package = tmp_path / "path" / "my_models"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -87,7 +87,7 @@ def test_a_model_that_reads_every_row(
     scores = []
     for server in both:
         lines = server.log_file.with_name("scores.jsonl").read_text().splitlines()
-        scores.append(lines[-len(LENGTHS) :])  # its warm-up comes before
+        scores.append(lines[-len(LENGTHS) :])  # the warm-up comes first
     for length, on, off in zip(LENGTHS, *scores, strict=True):
         assert json.loads(on) == pytest.approx(json.loads(off), abs=1e-4)
         assert len(json.loads(on)) == length
@@ -129,7 +129,7 @@ def test_another_plugin_on_the_same_method(
     reason: str,
     kept: tuple[int, ...],
 ) -> None:
-    """One that is trusted sees the forwards, which are cut."""
+    """A trusted plugin sees the forwards, which are cut."""
     env: Any = {
         "PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", code)),
         settings.name_of("trust"): trusted,

@@ -26,7 +26,7 @@ CUT = SHAPE.layers - SHAPE.kv_shared_layers - 1
 
 
 def cut(rows: int, kept: int) -> list[int]:
-    """The layers after the cut compute ``kept`` of ``rows`` rows."""
+    """Return ``kept`` of ``rows`` rows for the layers after the cut."""
     return [rows] * CUT + [kept] * (SHAPE.layers - CUT)
 
 

@@ -1,4 +1,4 @@
-"""What users combine over HTTP: each feature on the fast server and on the stock one.
+"""Features of the HTTP API, each on the fast server and on the stock one.
 
 As in ``test_server``: first the rows per layer prove that the fast path was active, then the
 answers are compared.
@@ -39,7 +39,7 @@ from sglang_gemma4_reference.tail_failures import slow_prefills
 
 
 def test_regex(servers: Pair) -> None:
-    """Constrained output: the grammar's mask meets the right row's logits."""
+    """The grammar's mask constrains the right row's logits."""
     body = {
         "input_ids": tokens(64, seed=23),
         "sampling_params": GREEDY | {"regex": "(yes|no), [0-9]{4}"},
@@ -50,7 +50,7 @@ def test_regex(servers: Pair) -> None:
 
 @contextmanager
 def given_up(server: Server, body: dict[str, Any], how: str) -> Iterator[None]:
-    """A request that is sent before the span and given up after it."""
+    """Send a request before the block, and abort it after the block."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=300)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/generate", json.dumps(body), headers)
@@ -71,7 +71,7 @@ LONG = 60 * CHUNK
 
 @pytest.mark.parametrize("how", ["abort", "disconnect"])
 def test_abort_of_a_running_prefill(servers: Pair, how: str) -> None:
-    """A request that is given up between two chunks leaves the others' answers as they are."""
+    """A request that is aborted between two chunks leaves the others' answers as they are."""
     body = {
         "input_ids": tokens(LONG, seed=24),
         "sampling_params": GREEDY,
@@ -93,7 +93,7 @@ def test_abort_of_a_running_prefill(servers: Pair, how: str) -> None:
 
 
 def test_session(servers: Pair) -> None:
-    """Three turns in a session, each appended by the server to the ones before."""
+    """Each of the session's three turns is appended by the server to the ones before."""
 
     def ask(server: Server) -> list[list[int]]:
         session = server.post("/open_session", {"capacity_of_str_len": 10000}).json()
@@ -114,7 +114,7 @@ def test_session(servers: Pair) -> None:
 
 
 def test_profile(servers: Pair, tmp_path: Path) -> None:
-    """SGLang's profiler, started and stopped while the server serves, writes what it has seen."""
+    """SGLang's profiler, started and stopped while the server serves, writes its trace."""
 
     def ask(server: Server) -> list[Answer]:
         if server is servers[0]:
@@ -137,7 +137,7 @@ def test_image_over_a_chunk_boundary(servers: Pair) -> None:
 
 
 def sound(frequency: float, seconds: float = 0.5) -> list[dict[str, Any]]:
-    """The content of a user message: a tone, and a question."""
+    """Return the content of a user message: a tone, and a question."""
     rate = 16000
     wave = numpy.sin(2 * numpy.pi * frequency * numpy.arange(int(rate * seconds)) / rate)
     file = io.BytesIO()
@@ -157,7 +157,7 @@ def test_audio(servers: Pair) -> None:
 
 
 def test_media_of_several_kinds(servers: Pair) -> None:
-    """At once: sounds of several lengths, two in one message, and pictures beside them."""
+    """Sounds of several lengths, two of them in one message, are sent along with pictures."""
     tone, later = sound(220.0), sound(440.0, 1.3)
     picture_, question = picture("purple")
     contents = [tone, later, [*sound(330.0, 0.2), *later], [picture_, *tone]]

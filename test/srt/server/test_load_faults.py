@@ -1,4 +1,4 @@
-"""What goes wrong when SGLang loads the plugin: one clear line each, and SGLang goes on.
+"""Faults while SGLang loads the plugin: one clear line each, and SGLang continues.
 
 Every case is a new process that does what each process of a server does first, and then builds the
 model's classes; a fault is put there by a plugin that SGLang finds before ours. Without SGLang:
@@ -36,7 +36,7 @@ _NOWHERE = Path("/")
 
 
 def forked_output_of(code: str, directory: Path, **environment: str) -> str:
-    """What a process prints that has SGLang imported, but for its plugins."""
+    """Return the output of a process that has imported SGLang, but not its plugins."""
     output = directory / "output"
     env = {**os.environ, **environment}
     assert forked.Program(["-c", code], cwd=_NOWHERE, env=env, log=output).wait(_SECONDS) == 0
@@ -44,13 +44,13 @@ def forked_output_of(code: str, directory: Path, **environment: str) -> str:
 
 
 def output_beside(name: str, code: str, directory: Path) -> str:
-    """What a process prints that loads the plugins, this one among them, before ours."""
+    """Return the output of a process that loads the plugins, this one among them, before ours."""
     path = python_path(plugin(directory / "path", name, code))
     return forked_output_of(LOAD, directory, PYTHONPATH=path)
 
 
 def ours(output: str) -> list[str]:
-    """The lines that the package logged."""
+    """Return the lines that the package logged."""
     found: list[str] = []
     for line in output.splitlines():
         if f" {log.logger.name} " in line:
@@ -59,7 +59,7 @@ def ours(output: str) -> list[str]:
 
 
 def refusal(output: str) -> str:
-    """The one line that says why nothing was patched."""
+    """Return the one line that says why nothing was patched."""
     assert "patched False" in output
     (line,) = ours(output)
     assert line.startswith("ERROR")
@@ -69,7 +69,7 @@ def refusal(output: str) -> str:
 
 @pytest.mark.parametrize(("installed", "loads"), [("0.5.16", False), ("0.9.1", True)])
 def test_other_versions(tmp_path: Path, installed: str, loads: bool) -> None:
-    """Too old is refused by its number; newer is patched, and a model that starts says the rest."""
+    """An old one is refused by number; a newer one is patched, and decides when a model starts."""
     code = f"""
         import importlib.metadata as metadata
         real = metadata.version
@@ -85,7 +85,7 @@ def test_other_versions(tmp_path: Path, installed: str, loads: bool) -> None:
 
 
 def test_a_module_that_moved(tmp_path: Path) -> None:
-    """A future SGLang without one of the modules that the patch imports."""
+    """A future SGLang may lack one of the modules that the patch imports."""
     code = """
         import sys
         import sglang.srt.model_executor as package
@@ -127,7 +127,7 @@ print("imported", sorted(name for name in sys.modules if name.startswith("sglang
 
 
 def test_switched_off(tmp_path: Path) -> None:
-    """Nothing of SGLang's is changed and nothing imported; one line is seen where INFO is not."""
+    """Nothing of SGLang is changed or imported; one line is logged even where INFO is not shown."""
     off = {"SGLANG_GEMMA4_YOCO": "0", "SGLANG_PLUGINS": "gemma4_yoco"}
     output = forked_output_of(SWITCHED_OFF, tmp_path, **off)
     assert "changed []" in output
@@ -140,7 +140,7 @@ def test_switched_off(tmp_path: Path) -> None:
 
 
 def test_loaded_twice(tmp_path: Path) -> None:
-    """The first stays, whatever the settings are by then."""
+    """The first load counts, even if settings have changed since."""
     again = """
 import os
 import sglang_gemma4_yoco.plugin as ours
@@ -156,7 +156,7 @@ ours.load()
 
 
 def test_excluded_by_the_operator(tmp_path: Path) -> None:
-    """``SGLANG_PLUGINS`` without our name: SGLang says that it skips us, and nothing is touched."""
+    """``SGLANG_PLUGINS`` omits the plugin: SGLang logs that it skips it; nothing is patched."""
     output = forked_output_of(LOAD, tmp_path, SGLANG_PLUGINS="gemma4_row_trace")
     assert "patched False" in output
     assert ours(output) == []
@@ -164,7 +164,7 @@ def test_excluded_by_the_operator(tmp_path: Path) -> None:
 
 
 def test_loading_writes_nothing_and_leaves_the_metrics_client_alone(tmp_path: Path) -> None:
-    """A read-only disk is no fault. The client, once imported, does not learn any more from SGLang
+    """A read-only disk is no fault. The client, once imported, no longer learns from SGLang
     where processes share their metrics.
     """
     watch = """

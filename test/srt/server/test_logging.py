@@ -1,4 +1,4 @@
-"""The plugin's lines are where SGLang's are, however an operator has configured SGLang's logging.
+"""The plugin's log lines under each logging configuration of SGLang's.
 
 Every case is a new process that does what each process of a server does first. Then SGLang's own
 function configures its logging, and an engine starts and serves.

@@ -1,4 +1,4 @@
-"""Serving modes on real servers: on equals off, and each mode is shown to be what it says it is.
+"""Serving modes on real servers: each is shown to be active, and on equals off.
 
 The modes that need nothing but a request run on the session's servers; the others have a pair of
 their own.
@@ -42,7 +42,7 @@ SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}, 
 
 
 def score(server: Server, query: list[int], items: list[list[int]]) -> list[list[float]]:
-    """Log-probabilities of ``LABELS`` after the query and each item."""
+    """Return log-probabilities of ``LABELS`` after the query and each item."""
     body = {"query": query, "items": items, "label_token_ids": LABELS, "model": "default"}
     scores: list[list[float]] = server.post("/v1/score", body).json()["scores"]
     return scores
@@ -59,7 +59,7 @@ def test_score(servers: Pair) -> None:
 
 
 def test_input_logprobs_without_generation(servers: Pair) -> None:
-    """A request for the log-probabilities of its prompt's last tokens alone keeps these rows."""
+    """Requests that want log-probabilities of a prompt's last tokens alone keep these rows."""
     # SGLang gives the likeliest tokens of a position that was not generated.
     body = {"logprob_start_len": 60, "new_tokens": 0, "top_logprobs_num": 0}
     ask = one_by_one(tokens(70, seed=3), **body)
@@ -78,7 +78,7 @@ def test_input_logprobs_without_generation(servers: Pair) -> None:
 def drafting(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Servers on so many tensor-parallel ranks, with an assistant that drafts so far ahead.
+    """Run servers on some tensor-parallel ranks, with an assistant that drafts ahead.
 
     The fast one replays what verifies drafts, and the tails of its prefills.
     """
@@ -92,7 +92,7 @@ def drafting(
 
 
 def compare_drafts(servers: Pair, ask: Callable[[Server], list[Any]]) -> Compared[Any]:
-    """Same tokens and same accepted lengths, from prompts that took the fast path on all ranks."""
+    """Assert equal tokens and accepted lengths, of prompts cut on all ranks."""
     both = compare(servers, ask)
     assert_all_fast(both.prefills, captured=CAPTURED_ROWS)
     assert any(prefill.replays for prefill in both.prefills)
@@ -102,7 +102,7 @@ def compare_drafts(servers: Pair, ask: Callable[[Server], list[Any]]) -> Compare
 
 
 def test_drafts(drafting: Pair, off_server: Server) -> None:
-    """Same tokens and same accepted lengths; the assistant starts from the prompt's last row.
+    """Tokens and accepted lengths are equal; the assistant starts from the prompt's last row.
 
     And the same tokens as of a server that drafts nothing.
     """
@@ -126,7 +126,7 @@ def test_drafts(drafting: Pair, off_server: Server) -> None:
 
 
 def test_drafts_of_eight_prompts(drafting: Pair) -> None:
-    """At once: each of them goes on from its own prompt's last row."""
+    """Each of the eight starts from its own prompt's last row."""
     prompts = prompts_of(150, 20, 3, 33, 7, 61, 12, 26)
     both = compare_drafts(drafting, lambda server: drafted(server, prompts))
     assert max(len(prefill.extend_lens) for prefill in both.prefills) > CAPTURED_ROWS[-1]
@@ -134,7 +134,7 @@ def test_drafts_of_eight_prompts(drafting: Pair) -> None:
 
 
 def test_drafts_beside_a_grammar(drafting: Pair, off_server: Server) -> None:
-    """Four clients at once; answers of two must match a schema, and none reaches its end."""
+    """Two of four concurrent answers must match a schema, and none reaches its end."""
     prompts = prompts_of(150, 20, 60, 33)
     bodies = []
     for number, prompt in enumerate(prompts):
@@ -155,7 +155,7 @@ def test_drafts_beside_a_grammar(drafting: Pair, off_server: Server) -> None:
 
 @pytest.mark.release
 def test_drafts_that_fill_the_pool(drafting: Pair) -> None:
-    """What is cached of prompts before must go, and with it what is kept of their windows."""
+    """Cached prompts must be evicted, with the K and V of their windows."""
     prompts = prompts_of(*range(520, 540))
 
     def ask(server: Server) -> list[tuple[Any, ...]]:
@@ -167,7 +167,7 @@ def test_drafts_that_fill_the_pool(drafting: Pair) -> None:
 
 
 def test_drafts_overlap_scheduling(drafting: Pair) -> None:
-    """Of all drafts SGLang overlaps on a CPU those of an assistant that has no K/V of its own."""
+    """On a CPU SGLang overlaps only the drafts of an assistant without K/V of its own."""
     for server in drafting:
         assert server.resolved("disable_overlap_schedule") is False
 

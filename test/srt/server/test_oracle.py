@@ -30,7 +30,7 @@ def oracle(tiny_checkpoint: Path) -> Gemma4ForConditionalGeneration:
 
 
 def answers(server: Server, *prompts: list[int]) -> tuple[torch.Tensor, list[Prefill]]:
-    """Log-probabilities after prompts of one request, and the forwards that computed them."""
+    """Return log-probabilities after prompts of one request, and the forwards that ran."""
     mark = server.mark()
     return truth.server_logprobs(server, prompts), server.prefills(since=mark)
 
@@ -42,7 +42,7 @@ def _nothing_is_cached(on_server: Server) -> None:
 
 @pytest.mark.parametrize("length", [2, WINDOW - 1, WINDOW, WINDOW + 1, 100, 500])
 def test_prompt(on_server: Server, oracle: Gemma4ForConditionalGeneration, length: int) -> None:
-    """Prompts shorter and longer than the window, in one chunk and in several."""
+    """Prompts are shorter and longer than the window, in one chunk and in several."""
     prompt = tokens(length, seed=length)
     [got], prefills = answers(on_server, prompt)
     assert_all_fast(prefills)
@@ -53,7 +53,7 @@ def test_prompt(on_server: Server, oracle: Gemma4ForConditionalGeneration, lengt
 def test_cached_prefix(
     on_server: Server, oracle: Gemma4ForConditionalGeneration, cached: int, new: int
 ) -> None:
-    """Prompts whose beginning is in the cache: rows were skipped in two forwards before the end."""
+    """Their beginning is in the cache: rows are skipped in two forwards before the end."""
     prompt = tokens(cached + new, seed=cached)
     answers(on_server, prompt[:cached])
     [got], [prefill] = answers(on_server, prompt)
@@ -62,7 +62,7 @@ def test_cached_prefix(
 
 
 def test_batch(on_server: Server, oracle: Gemma4ForConditionalGeneration) -> None:
-    """Several prompts in one forward, one of them with a cached prefix."""
+    """Several prompts share a forward, one of them with a cached prefix."""
     prompts = prompts_of(300, 12, 1, 50, WINDOW, 5)
     answers(on_server, prompts[3][:40])
     got, prefills = answers(on_server, *prompts)
@@ -73,7 +73,7 @@ def test_batch(on_server: Server, oracle: Gemma4ForConditionalGeneration) -> Non
 
 
 def test_greedy_continuation(on_server: Server, oracle: Gemma4ForConditionalGeneration) -> None:
-    """Decoding goes on from what the fast path left in the cache, past the window."""
+    """Decoding continues from the K and V that the fast path left, past the window."""
     prompt, count = tokens(60, seed=1), WINDOW + 8
     mark = on_server.mark()
     [answer] = outputs(on_server, prompt, max_new_tokens=count)

@@ -1,4 +1,4 @@
-"""Servers whose cache is dealt out in pages of 16 and of 64 tokens.
+"""Servers whose cache has pages of 16 and of 64 tokens.
 
 What is cached ends at a page's border, so the tail's rows begin anywhere in a page. The pages of 64
 come with a small pool, which runs full, without overlap of scheduling and compute, and with an
@@ -39,7 +39,7 @@ _ANOTHER_BACKEND = ("--attention-backend", "intel_xpu")
 
 @dataclass(frozen=True)
 class Paged:
-    """A pair of servers.
+    """Two servers with pages of one size.
 
     Attributes:
         size: tokens of a page.
@@ -54,7 +54,7 @@ class Paged:
 def paged(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Paged]:
-    """Two servers with pages of one size."""
+    """Yield two servers with pages of one size."""
     arguments = ["--page-size", str(request.param)]
     if request.param == 64:
         arguments += [*_SMALL_POOL, *_ANOTHER_BACKEND]
@@ -66,7 +66,7 @@ def paged(
 
 @pytest.mark.parametrize("paged", [64], indirect=True)
 def test_scheduling_does_not_overlap(paged: Paged) -> None:
-    """Unlike elsewhere: ``test_server``."""
+    """It does elsewhere: ``test_server``."""
     for server in paged.both:
         assert server.resolved("disable_overlap_schedule") is True
 
@@ -82,14 +82,14 @@ def test_attention_backends(paged: Paged) -> None:
 
 
 def test_prompts(paged: Paged) -> None:
-    """Prompts that end one token before a page's border, at it and after it."""
+    """They end one token before a page's border, at it and after it."""
     size = paged.size
     assert_alike(paged.both, one_by_one(*prompts_of(2, 50, size - 1, size, size + 1, 2 * size + 1)))
 
 
 @pytest.mark.parametrize(("beyond", "new"), [(-1, 40), (0, 1), (0, 2), (7, 40)])
 def test_cached_prefix(paged: Paged, beyond: int, new: int) -> None:
-    """A first prompt that ends at a border of pages or beside it, and one that goes on from it.
+    """A first prompt ends at a border of pages or beside it, and a second one continues it.
 
     Of the first one whole pages alone are cached: the second computes the rest of it again.
     """
@@ -103,7 +103,7 @@ def test_cached_prefix(paged: Paged, beyond: int, new: int) -> None:
 
 
 def test_batch_with_cached_prefixes(paged: Paged) -> None:
-    """Requests that share pages and a forward, one of them alone with its prompt."""
+    """Requests share pages and a forward, one of them alone with its prompt."""
     prefix = tokens(150, seed=53)
     prompts = prompts_of(CHUNK + 30, 9)  # while the long one is computed the others arrive
     for n in (paged.size, 2 * paged.size - 1, 150):

@@ -38,7 +38,7 @@ def both_servers(ranks_server: Server, off_server: Server) -> Pair:
 def compare(
     servers: Pair, ask: Callable[[Server], list[Answer]], *, close_calls: int = 0
 ) -> Compared[Answer]:
-    """Same answers, from two ranks that ran the same; without what audits have computed."""
+    """Assert equal answers of two ranks with equal forwards, without what audits computed."""
     both = compare_servers(servers, ask)
     both = replace(both, prefills=[*map(without_audit, both.prefills)])
     assert_ranks_alike(both.prefills, 2)
@@ -59,7 +59,7 @@ def test_scheduling_overlaps(ranks_server: Server) -> None:
 
 
 def test_concurrent_requests(both_servers: Pair) -> None:
-    """Eight clients at once: requests share forwards, and decode steps run between them."""
+    """Eight clients' requests share forwards, and decode steps run between them."""
     prompts = prompts_of(3, 45, 128, 129, 300, 17, 64, 90)
 
     def ask(server: Server) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""``--random-seed``: with the package a server samples what it samples without it.
+"""Samples with ``--random-seed``, which the package does not change.
 
 Each server is new, and asked by one client: all requests draw from one generator in the order of
 their batches. With a second client, which SGLang's own ``/health`` is by default, samples depend on

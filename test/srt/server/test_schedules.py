@@ -42,14 +42,14 @@ PRIORITIES = (
 def both_servers(
     tiny_checkpoint: Path, off_server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """A server with a cache on the host, and the stock server."""
+    """Yield a server with a cache on the host, and the stock server."""
     directory = tmp_path_factory.mktemp("prefixes")
     with running(tiny_checkpoint, directory, switch=None, arguments=PREFIXES) as server:
         yield server, off_server
 
 
 def test_preemption(tiny_checkpoint: Path, tmp_path: Path, off_server: Server) -> None:
-    """Of two requests that decode, one is thrown out for an urgent one, and computed again."""
+    """One of two decoding requests is retracted for an urgent one, and computed again."""
     low = prompts_of(40, 50, seed=100)
 
     def ask(server: Server) -> list[Answer]:
@@ -74,7 +74,7 @@ def test_preemption(tiny_checkpoint: Path, tmp_path: Path, off_server: Server) -
 
 
 def crowd_out(server: Server) -> None:
-    """Fill the pool, so that what was cached before is on the host alone."""
+    """Fill the pool, so that earlier prefixes are cached on the host alone."""
     for seed in range(4):
         generate(server, tokens(1200, seed=200 + seed))
 
@@ -98,7 +98,7 @@ def test_prefix_from_the_host(
     body: dict[str, Any],
     rows: list[list[int]],
 ) -> None:
-    """Prefixes that were evicted to the host; each layer's K and V come when it waits for them."""
+    """Prefixes were evicted to the host; each layer's K and V come when it waits for them."""
     prefix = tokens(cached, seed=8)
 
     def ask(server: Server) -> list[Answer]:
@@ -113,7 +113,7 @@ def test_prefix_from_the_host(
 
 
 def test_prefixes_of_several_requests(both_servers: Pair) -> None:
-    """Of the requests in one forward some have theirs on the host, some nowhere."""
+    """Some requests of a forward have their prefixes on the host, some nowhere."""
     prefixes = [tokens(100, seed=12), tokens(70, seed=13)]
     prompts = [
         prefixes[0] + tokens(20, seed=14),
@@ -142,7 +142,7 @@ def test_prefixes_of_several_requests(both_servers: Pair) -> None:
 
 
 def test_prefix_from_files(tiny_checkpoint: Path, tmp_path: Path, off_server: Server) -> None:
-    """A server that is started anew reads what the one before has stored."""
+    """A restarted server reads the prefixes that the one before has stored."""
     prompt = tokens(360, seed=18)
     files = tmp_path / "files"
     how: Any = {

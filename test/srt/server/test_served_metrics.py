@@ -1,4 +1,4 @@
-"""What a server reports of the fast path, in SGLang's metrics and in /server_info.
+"""A server's report on the fast path, in SGLang's metrics and in /server_info.
 
 On two ranks, of which one counts for both; and both audit every shortened prefill.
 """
@@ -27,7 +27,7 @@ REPO = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def measured(ranks_server: Server) -> Server:
-    """It has answered one prompt of two chunks, one of a single token, and one with a stream."""
+    """Return a server after a prompt of two chunks, one of a single token, and a streamed one."""
     ranks_server.forget_prefixes()
     mark = ranks_server.mark()
     generate(ranks_server, tokens(LONG, seed=1))
@@ -41,7 +41,7 @@ def measured(ranks_server: Server) -> Server:
 
 
 def series(server: Server, name: str, label: str) -> dict[str, float]:
-    """The values of a counter by one of its labels; each value may have one series."""
+    """Return the values of a counter by one of its labels; each value may have one series."""
     found: dict[str, float] = {}
     for sample in samples(server)[f"{name}_total"]:
         assert sample.labels[label] not in found
@@ -52,7 +52,7 @@ def series(server: Server, name: str, label: str) -> dict[str, float]:
 
 
 def single(server: Server, name: str) -> float:
-    """The value of a metric with one series."""
+    """Return the value of a metric with one series."""
     [sample] = samples(server)[name]
     assert sample.labels["tp_rank"] == "0"
     value: float = sample.value
@@ -60,7 +60,7 @@ def single(server: Server, name: str) -> float:
 
 
 def test_forwards_and_rows(measured: Server) -> None:
-    """As many as the server computed since its start, its own warm-up included."""
+    """They are those that the server computed since its start, its own warm-up included."""
     prefills = [*map(without_audit, measured.prefills(since=0))]
     forwards = series(measured, FORWARDS, "outcome")
     rows = series(measured, ROWS, "part")
@@ -87,7 +87,7 @@ def test_server_info_has_the_same_numbers(measured: Server) -> None:
 
 
 def test_audits(measured: Server) -> None:
-    """Each shortened prefill once, though both ranks have run it again."""
+    """Each shortened prefill counts once, though both ranks have run it again."""
     audits = series(measured, AUDITS, "result")
     forwards = series(measured, FORWARDS, "outcome")
     cut = sum(number for outcome, number in forwards.items() if outcome in counters.CUT)
@@ -105,7 +105,7 @@ def test_audits(measured: Server) -> None:
 def test_what_watches_the_metrics_asks_for_those_that_there_are(
     measured: Server, file: str
 ) -> None:
-    """Every name, label and outcome in a dashboard's or a rule's expressions; no prefill failed."""
+    """Dashboards' and rules' names, labels and outcomes all exist; no prefill failed."""
     text = (REPO / "docs" / "monitoring" / file).read_text().replace('\\"', '"')
     named = set(re.findall(r"sglang:\w+", text))
     assert named

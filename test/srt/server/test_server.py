@@ -1,4 +1,4 @@
-"""On equals off, over HTTP: two real servers of one checkpoint get the same requests.
+"""Equality of on and off over HTTP: two real servers of one checkpoint get the same requests.
 
 Of each scenario is proven (``ask.assert_alike``), in this order: the fast path was active on one
 server, by the rows that its layers computed, and on the other no row was skipped; the answers are
@@ -43,7 +43,7 @@ def test_single_prompt(servers: Pair, length: int) -> None:
 
 
 def test_cached_prefix(servers: Pair) -> None:
-    """A long prefix that is cached already: the tail's row attends to all of it."""
+    """The tail's row attends to all of a long prefix that is cached already."""
     prefix = tokens(300, seed=2)
     both = assert_alike(servers, one_by_one(prefix, prefix + tokens(40, seed=3)))
     last = both.prefills[-1]
@@ -52,7 +52,7 @@ def test_cached_prefix(servers: Pair) -> None:
 
 
 def test_next_turn(servers: Pair) -> None:
-    """A prompt that goes on from an earlier prompt and its answer, both cached."""
+    """A prompt continues an earlier prompt and its answer, both cached."""
     prompt, more = tokens(60, seed=5), tokens(30, seed=6)
     both = assert_alike(servers, lambda server: next_turn(server, prompt, more))
     assert len(both.rows) == 2
@@ -67,7 +67,7 @@ def test_chunked_prompt(servers: Pair, chunks: int, last: int) -> None:
 
 
 def test_prefix_that_a_chunk_without_a_tail_has_written(servers: Pair) -> None:
-    """What an intermediate chunk has cached is read by another prompt, and in its second turn."""
+    """The chunk's K and V are read by another prompt, and in its second turn."""
     chunk, more = tokens(CHUNK, seed=8), tokens(30, seed=9)
     first, other = chunk + tokens(40, seed=10), chunk + tokens(50, seed=11)
     both = assert_alike(
@@ -125,7 +125,7 @@ def test_prompt_beside_decoding(servers: Pair) -> None:
 
 
 def test_scheduling_overlaps(servers: Pair) -> None:
-    """What is shown on these servers is shown while SGLang overlaps scheduling and compute.
+    """Tests on these servers hold while SGLang overlaps scheduling and compute.
 
     It switches that off by itself elsewhere.
     """
@@ -148,7 +148,7 @@ def test_log_of_active_server(servers: Pair) -> None:
 
 
 def test_log_of_switched_off_server(servers: Pair) -> None:
-    """One line, said where no process has set up its logging yet, and by one of them."""
+    """One process logs one line, when no process has configured its logging yet."""
     _, off = servers
     before = len(off.log_since_ready())
     generate(off, tokens(50, seed=10))

@@ -1,4 +1,4 @@
-"""What ``status`` prints of running servers, and of what is none."""
+"""``status``: its output on running servers, and where there is none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 def report(capsys: Captured, *arguments: str) -> tuple[int, list[str], list[str]]:
-    """Exit status, lines of stdout and of stderr."""
+    """Return the exit status, and the lines of stdout and of stderr."""
     code = main(["status", *arguments])
     out, err = capsys.readouterr()
     return code, out.splitlines(), err.splitlines()
@@ -53,7 +53,7 @@ def test_a_server_that_is_active(on_server: Server, capsys: Captured) -> None:
 
 
 def test_the_sample_in_the_documents(capsys: Captured) -> None:
-    """It is what is printed of a server with these entries."""
+    """The sample is the output on a server with these entries."""
     shown = sample("status")
     entries = json.loads(shown.rpartition("\n")[0])
     with http(200, {"internal_states": [{ENTRY: entry} for entry in entries]}) as url:
@@ -98,7 +98,7 @@ def test_outcomes_that_count_as_cut() -> None:
 
 
 def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> None:
-    """It has no entry, which has other reasons as well: they are listed."""
+    """It has no entry; the other possible reasons for that are listed."""
     code, out, err = report(capsys, off_server.url)
     assert (code, err) == (2, [])
     assert out[-1] == f"The server does not say whether the fast path is active: {NO_ENTRY}"
@@ -109,12 +109,12 @@ def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> 
     assert document["schedulers"] == [None]
 
 
-# ---------------------------------------------------------------- what is no such server
+# ---------------------------------------------------------------- other servers
 
 
 @contextmanager
 def http(code: int, document: Any, certificate: Path | None = None) -> Iterator[str]:
-    """The URL of an HTTP server that answers this; 200 where the key is ``right``.
+    """Yield the URL of an HTTP server with this answer: 200 if the key is ``right``.
 
     With a certificate, the server speaks https; it is one for localhost.
     """
@@ -200,7 +200,7 @@ def test_no_proxy_stands_between_a_machine_and_itself(
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a certificate for localhost that nobody but itself has issued, and its key."""
+    """Return a file with a self-signed certificate for localhost, and its key."""
     whole = tmp_path_factory.mktemp("https") / "whole.pem"
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
     command += " -addext subjectAltName=DNS:localhost -keyout whole.pem -out whole.pem"
@@ -210,13 +210,13 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine has."""
+    """Hide the machine's certificates."""
     for variable in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(variable, raising=False)
 
 
 def of_https(line: str) -> str:
-    """A reason as people read it: no exception stands in it, and nothing of Python."""
+    """Return an HTTPS failure's reason as shown to users: without exceptions or Python names."""
     assert not re.search(r"Error|Exception|Errno|HTTPS?Connection|\.c:|Max retries|<", line)
     return line
 
@@ -224,7 +224,7 @@ def of_https(line: str) -> str:
 def test_a_certificate_that_is_trusted(
     certificate: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an option, or by a variable; on this machine as well, where no proxy is used."""
+    """An option or a variable names it; the server is local too, where no proxy is used."""
     with http(200, ACTIVE, certificate) as url:
         assert report(capsys, url, "--cacert", str(certificate))[0] == 0
         for variable in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
@@ -239,7 +239,7 @@ def test_a_certificate_that_is_trusted(
 def test_any_certificate(
     certificate: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a warning, by any name, and whatever a variable says."""
+    """There is no warning, for any host name and any value of a variable."""
     with http(200, ACTIVE, certificate) as url:
         for address in (url, url.replace("localhost", "127.0.0.1")):
             code, out, err = report(capsys, address, "--insecure")
@@ -262,7 +262,7 @@ def test_a_certificate_that_is_not_trusted(certificate: Path, capsys: Captured) 
 
 
 def test_https_is_spoken_where_http_is_not(certificate: Path, capsys: Captured) -> None:
-    """And the other way round; and no server is there at all."""
+    """Nor is HTTP where HTTPS is; and there may be no server at all."""
     remedy = ": expected http://HOST:PORT, or https:// if it has a certificate"
     with http(200, ACTIVE, certificate) as url, http(200, ACTIVE) as other:
         asked = [url.replace("https", "http"), other.replace("http", "https")]
@@ -281,7 +281,7 @@ def test_https_is_spoken_where_http_is_not(certificate: Path, capsys: Captured) 
 def test_no_secret_of_a_server_is_shown(
     capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that quotes these keys, asked with them, by an address with a password."""
+    """The server quotes the keys that it was asked with, at an address with a password."""
     for variable, value in VARIABLES.items():
         monkeypatch.setenv(variable, value)
     entry = {"active": False, "reason": f"{MARK} is set", "more": {"keys": [*VARIABLES.values()]}}

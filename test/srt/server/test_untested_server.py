@@ -1,4 +1,4 @@
-"""A server of an SGLang after the last tested release: a copy of the package thinks that it is one.
+"""A server of an SGLang after the last tested release, simulated by a copy of the package.
 
 Single forwards: ``forward/test_untested_release``.
 """

@@ -1,4 +1,4 @@
-"""``sglang-gemma4-yoco verify``, and the demo that ends in it, as a user runs them."""
+"""``sglang-gemma4-yoco verify``, and the demo that runs it, as users start them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CHUNKED = ["--chunked-prefill-size", "128"]
 
 
 def run(command: Sequence[str], cwd: Path, status: int = 0, **variables: str) -> Done:
-    """As an operator has it: none of the package's variables but these."""
+    """Run a command with none of the package's variables but these."""
     how: Any = {"capture_output": True, "text": True, "timeout": 500}
     done = subprocess.run(command, cwd=cwd, env=environment(**variables), **how)
     assert done.returncode == status, done.stdout[-4000:] + done.stderr[-4000:]
@@ -63,7 +63,7 @@ def document_of(done: Done) -> dict[str, Any]:
     return document
 
 
-# ---------------------------------------------------------------- the whole
+# ---------------------------------------------------------------- end to end
 
 
 HOW = ["--prompt-tokens", "256", "--repeats", "2"]
@@ -71,14 +71,14 @@ LABEL = "E2B_TINY"
 
 
 def by_the_demo(_: Path, directory: Path) -> Done:
-    """As a user runs it: all is spawned, and the checkpoint is its own."""
+    """Run the demo as a user: all processes are spawned, and the checkpoint is its own."""
     command = [sys.executable, str(REPO / "scripts" / "demo.py"), "--no-venv", "--device", "cpu"]
     command += ["--preset", LABEL, "--work-dir", str(directory), *HOW]
     return run([*command, f"--server-args={' '.join(CHUNKED)}"], directory)
 
 
 def in_this_process(checkpoint: Path, directory: Path) -> Done:
-    """What the demo ends in, with servers that are forked, and that want a key."""
+    """Run ``verify`` as the demo does, with forked servers that require a key."""
 
     def start(server: servers.Server) -> None:
         assert forked.as_this_process(server.env)
@@ -107,7 +107,7 @@ def in_this_process(checkpoint: Path, directory: Path) -> Done:
 def demonstrated(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Done:
-    """``verify`` on the smallest checkpoint, and the demo."""
+    """Return the results of ``verify`` on the smallest checkpoint, and of the demo."""
     done: Done = request.param(tiny_checkpoint, tmp_path_factory.mktemp("demo"))
     return done
 
@@ -125,7 +125,7 @@ def test_the_document_of_the_demo(demonstrated: Done) -> None:
 
 
 def test_the_servers_key_is_nowhere(demonstrated: Done) -> None:
-    """SGLang logs it; the log that is left has it no more, nor has anything that was printed."""
+    """SGLang logs it; the remaining log does not have it, nor does any output."""
     if "--api-key" not in demonstrated.args:
         pytest.skip("the demo's own servers want none")
     document = document_of(demonstrated)
@@ -158,7 +158,7 @@ def test_every_kind_of_prompt_is_sent_and_compared(demonstrated: Done) -> None:
 
 
 def words_in(text: str) -> set[str]:
-    """The lines of a text without numbers, and without the spaces that align them."""
+    """Return the lines of a text without numbers, and without the spaces that align them."""
     return {re.sub(r"[\d.e+-]*\d|\s", "", line) for line in text.splitlines()}
 
 
@@ -178,12 +178,12 @@ def test_what_people_see(demonstrated: Done) -> None:
     assert "the answers agree" in page
 
 
-# ---------------------------------------------------------------- what is right, and what is not
+# ---------------------------------------------------------------- right and wrong packages
 
 
 @pytest.mark.release
 def test_a_right_package_is_not_reported(tmp_path: Path) -> None:
-    """On a model that multiplies rounding errors, where stock in bf16 differs from itself."""
+    """The model multiplies rounding errors, so that stock in bf16 differs from itself."""
     sharp = write_checkpoint(tmp_path / "sharp", E2B_TINY_SHARP)
     texts = prompts.read_file(prompts.BUNDLED)[:8]
     args = Namespace(prompt_tokens=[64], repeats=2, texts=texts, device="cpu")
@@ -203,7 +203,7 @@ def test_a_right_package_is_not_reported(tmp_path: Path) -> None:
 
 @pytest.mark.release
 def test_a_broken_package_is_found(tmp_path: Path) -> None:
-    """A copy that keeps the row before the last one of each prompt, judged by stock's rounding.
+    """The copy keeps the row before the last one of each prompt; the bound is stock's rounding.
 
     On the same model as above.
     """
@@ -237,7 +237,7 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.release
 def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """In turn: the stock server is not even started."""
+    """The servers run in turn: the stock server is not even started."""
     command = [*VERIFY, "--model-path", str(tiny_checkpoint), *QUICK, "--in-turn"]
     many = {settings.name_of("min_skipped_rows"): "1000000"}
     done = run([*command, "--output", "here"], tmp_path, 1, **many)
@@ -292,7 +292,7 @@ OFF = {status.ENTRY: {"active": False, "reason": "SGLANG_GEMMA4_YOCO=0", "forwar
 @pytest.mark.parametrize(
     ("fast", "states", "wrong"),
     [
-        (False, [NO_ENTRY], None),  # the package changes nothing where it is switched off
+        (False, [NO_ENTRY], None),  # the package changes nothing while it is switched off
         (False, [OFF], None),
         (False, [NO_ENTRY, CUT], "0 (stock): the fast path was active"),
         (True, [CUT], None),
@@ -309,14 +309,14 @@ def test_the_switch_is_checked(
     with mock.patch.object(server, "states", return_value=states):
         if wrong is None:
             servers.check_switch(server)
-        if fast:  # what was checked before does not count
+        if fast:  # earlier checks do not count
             wrong = wrong or "the fast path was NOT active ("
         if wrong is not None:
             with pytest.raises(servers.WrongPathError, match=re.escape(wrong)):
                 servers.check_switch(server)
 
 
-# ---------------------------------------------------------------- what cannot be verified
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_what_cannot_be_verified(
 
 
 def test_the_demo_refuses_what_verify_does_not_take(tmp_path: Path) -> None:
-    """By Python alone, and before anything is installed."""
+    """Python alone decides that, before anything is installed."""
     command = [sys.executable, "-S", str(REPO / "scripts" / "demo.py")]
     command += ["--venv", str(tmp_path / "venv"), "--work-dir", str(tmp_path / "work")]
     done = run([*command, "--repeats", "0"], tmp_path, 2)
@@ -363,7 +363,7 @@ def test_the_demo_refuses_what_verify_does_not_take(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ---------------------------------------------------------------- interrupted
+# ---------------------------------------------------------------- interruptions
 
 SERVER = """
     import multiprocessing, signal, sys, time
@@ -381,13 +381,13 @@ SERVER = """
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers are started in which ``sglang.launch_server`` is the program above."""
+    """Start servers whose ``sglang.launch_server`` is the program above."""
     monkeypatch.setenv("PYTHONPATH", python_path(stand_in_for_sglang(tmp_path / "path", SERVER)))
     monkeypatch.chdir(tmp_path)
 
 
 def test_a_hangup_that_is_ignored_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``nohup`` starts a command so, and it goes on when its terminal is closed."""
+    """A command under ``nohup`` continues when its terminal is closed."""
 
     def hang_up(_: Any) -> int:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -402,7 +402,7 @@ def test_a_hangup_that_is_ignored_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def servers_of(command: psutil.Process) -> list[psutil.Process]:
-    """The servers of a command, and all that these have started, once all of it is there."""
+    """Return the servers of a command and all their children, once they are complete."""
 
     def find() -> list[psutil.Process]:
         found: list[psutil.Process] = []
@@ -419,7 +419,7 @@ def servers_of(command: psutil.Process) -> list[psutil.Process]:
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_command_that_is_killed_leaves_no_process(tiny_checkpoint: Path) -> None:
-    """By SIGKILL, while servers start whose children ignore SIGTERM."""
+    """It is killed by SIGKILL, while servers start whose children ignore SIGTERM."""
     assert_killed_alone([*VERIFY, "--model-path", str(tiny_checkpoint)], servers_of)
 
 
@@ -428,7 +428,7 @@ def test_a_command_that_is_killed_leaves_no_process(tiny_checkpoint: Path) -> No
 def test_signals_leave_no_process(
     tiny_checkpoint: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """While servers start whose children ignore SIGTERM."""
+    """They arrive while servers start whose children ignore SIGTERM."""
     family: list[psutil.Process] = []
 
     def interrupt() -> None:
@@ -459,7 +459,7 @@ def test_signals_leave_no_process(
 def test_a_server_that_ends_shows_its_log(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody else can read the log, whatever an earlier run has left in this folder."""
+    """Nobody else can read the log, even if an earlier run has left a readable one."""
     log = tmp_path / "here" / "server-on.log"
     log.parent.mkdir()
     log.touch(0o644)

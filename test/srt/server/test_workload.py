@@ -1,4 +1,4 @@
-"""Random traffic of all kinds at once, on equals off; also while the fast path fails now and then.
+"""Random traffic of all kinds at once, on equals off, with and without failures of the fast path.
 
 A short form of ``scripts/bench/random_workload.py``, on the servers that other tests use as well.
 """
@@ -36,7 +36,7 @@ REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=7
 
 
 def ask(server: Server) -> tuple[list[Answer], list[Prefill]]:
-    """All answers of one server, and its prefill forwards; nothing may leak."""
+    """Return all answers of one server, and its prefill forwards; assert that nothing leaks."""
     mark = server.mark()
     answers = traffic(server, REQUESTS, 16)
     return answers, server.prefills(since=mark)
@@ -66,8 +66,8 @@ def test_random_traffic(
     minimum: int | None,
     captured: Sequence[int],
 ) -> None:
-    """Where any skipped row is worth it; as users have it, who set nothing; and where decode steps
-    are replayed, and the tails of batches with few rows."""
+    """Any skipped row pays; default settings, with a threshold; and decode steps and small tails
+    are replayed."""
     server: Server = request.getfixturevalue(name)
     answers, prefills = ask(server)
     assert_all_fast(prefills, minimum, captured)
@@ -101,7 +101,7 @@ def test_random_traffic_while_the_tail_fails(
     assert len(lines) <= E2B_TINY.kv_shared_layers  # one for each kind
 
 
-# ---------------------------------------------------------------- what the comparison sees
+# ---------------------------------------------------------------- the comparison
 
 _BODY = {"input_ids": [30, 31], "return_logprob": True}
 GREEDY = Request(_BODY | {"sampling_params": {"temperature": 0, "max_new_tokens": 3}})
@@ -119,12 +119,12 @@ PARTED = (POSITIONS[0], Position(99, -1.9, {99: -1.9, 41: -2.0}))
 
 
 def changed(**fields: Any) -> Answer:
-    """The stock server's answer, with an output that differs in these fields."""
+    """Return the stock server's answer, with an output that differs in these fields."""
     return Answer((replace(OUTPUT, **fields),), READ)
 
 
 def last_is(logprob: float) -> Answer:
-    """The same with another log-probability of its last token."""
+    """Return the same with another log-probability of its last token."""
     return changed(positions=(*POSITIONS[:2], Position(42, logprob, {})))
 
 
@@ -157,7 +157,7 @@ def test_comparison(request_: Request, answer: Answer, said: str | None) -> None
 
 @pytest.mark.parametrize(("second", "differences"), [(-1.0000001, 0), (-1.1, 1)])
 def test_comparison_of_close_calls(second: float, differences: int) -> None:
-    """Stock is asked for what was not sent along."""
+    """Stock is asked for log-probabilities that were not sent along."""
     stock = Answer((Output((40, 41), finish="length"),))
     other = Answer((Output((40, 99), finish="length"),))
     likeliest = mock.Mock(return_value=(-1.0, second))

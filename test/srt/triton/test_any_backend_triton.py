@@ -1,4 +1,4 @@
-"""The tail on SGLang's own Triton kernels, beside a server's backend of another kind.
+"""The tail on SGLang's own Triton kernels, on a server with another kind of backend.
 
 Stock is a server whose layers all run on that other backend, in PyTorch; the fast path's tail reads
 the same pools through Triton's planner and kernels. Slots are dealt out in random order, with other
@@ -99,7 +99,7 @@ def test_forward(engine: Engine, name: str) -> None:
 
 
 def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It agrees, and finds when the tail's window is one key short, as Triton's own is."""
+    """The check agrees, and fails if the tail's window is one key short, as Triton's own is."""
     state = get_state(engine.text_model)
     found = check.check_model(engine.runner, state)
     assert found.worst is not None
@@ -110,7 +110,7 @@ def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.release
 def test_captured(checkpoint: Path) -> None:
-    """Through Triton's planner of its graphs, over pages of 64."""
+    """Triton plans the tail's graphs, over pages of 64."""
     engine = started(checkpoint, "pages of 64", cuda_graph_bs_decode=[2])
     record_tail(engine, 2)
     with no_tail_on_main:

@@ -1,4 +1,4 @@
-"""Captured prefills that are left at their exits, on SGLang's own Triton backend.
+"""Early exits from captured prefills, on SGLang's own Triton backend.
 
 What only that backend has: its plan of the live batch is what the breaks before the exit read, and
 K and V of layer S-1 go to the window's slots that it has planned.
@@ -51,7 +51,7 @@ BATCHES: dict[str, tuple[list[Prompt], Outcome]] = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """It has captured its prefills and its tail."""
+    """Yield an engine that has captured its prefills and its tail."""
     with prefill_graphs.recordable():
         engine = Engine(
             write_checkpoint(tmp_path_factory.mktemp("checkpoint"), TWO_POOLS),

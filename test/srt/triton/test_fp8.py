@@ -47,7 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def linear_layers(engine: Engine) -> list[LinearBase]:
-    """All of the text model's."""
+    """Return the linear layers of the text model."""
     found: list[LinearBase] = []
     for part in engine.text_model.modules():
         if isinstance(part, LinearBase):
@@ -63,7 +63,7 @@ def test_every_linear_layer_is_fp8(engine: Engine) -> None:
 
 
 def test_a_row_does_not_hang_on_the_rows_beside_it(engine: Engine) -> None:
-    """One of them is a thousand times as large as the others: a scale for all would show."""
+    """One of them is a thousand times as large as the others: one scale for all would show."""
     draw = torch.Generator().manual_seed(0)
     for layer in linear_layers(engine):
         rows = torch.randn(9, layer.input_size, generator=draw, dtype=torch.bfloat16)
@@ -75,13 +75,13 @@ def test_a_row_does_not_hang_on_the_rows_beside_it(engine: Engine) -> None:
 
 
 def projections(engine: Engine, prompts: list[Prompt]) -> list[tuple[int, int]]:
-    """Per-layer inputs are projected for all rows and layers at once, as in stock."""
+    """Return the projections of per-layer inputs: one for all rows and layers, as in stock."""
     assert not per_layer.can_be_split(engine.text_model)
     return [(new_rows(prompts), INTERPRETED.layers)]
 
 
 def in_two_chunks(prompt: Prompt) -> Prompt:
-    """The second half of what is new, after the first."""
+    """Return a prompt whose new tokens are the second half, after the first as a chunk."""
     half = len(prompt.new) // 2
     return dataclasses.replace(
         prompt, cached=prompt.cached + prompt.new[:half], new=prompt.new[half:]
@@ -89,7 +89,7 @@ def in_two_chunks(prompt: Prompt) -> Prompt:
 
 
 def answers(seen: Observed) -> torch.Tensor:
-    """Logits of the next tokens, and the input log-probabilities that were wanted."""
+    """Return the logits of the next tokens, and the requested input log-probabilities."""
     found = seen.output.next_token_logits, seen.output.input_token_logprobs
     return torch.cat([part.flatten() for part in found if part is not None])
 
@@ -103,7 +103,7 @@ def answers(seen: Observed) -> torch.Tensor:
     ids=["last rows", "input logprobs"],
 )
 def test_answers_are_as_near_as_those_of_two_chunks(engine: Engine, prompts: list[Prompt]) -> None:
-    """Attention adds up a suffix, or one row, in another order than the whole. Where that changes
+    """Attention sums a suffix, or one row, in another order than the whole prompt. If that changes
     the last bit of a bf16 the next fp8 may be one step off: in the tail, and in stock's chunks as
     well. Both are such errors, so neither is much larger than the other."""
     stock, fast = assert_fast(
@@ -139,7 +139,7 @@ TYPES = {
     [pytest.param(name, marks=[pytest.mark.release] * (name != "fp8_e4m3")) for name in TYPES],
 )
 def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
-    """Stock answers as it does without the package: with an error at the first shared layer.
+    """Stock fails as it does without the package: with an error at the first shared layer.
 
     There SGLang's own forward hands K and V that are read back to its kernel in the cache's type,
     which the kernel refuses, in the interpreter as on a GPU.

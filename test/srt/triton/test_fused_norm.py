@@ -1,4 +1,4 @@
-"""SGLang's fused norm of q, k and v as the package calls it, which a CPU runs here alone.
+"""SGLang's fused norm of q, k and v as the package calls it; no other test on a CPU runs it.
 
 The rehearsal launches it and computes its values by a stand-in; here it is the kernel itself.
 """
@@ -19,7 +19,7 @@ from sglang_gemma4_yoco.models import gemma4
 @pytest.mark.parametrize("rows", [3, 260])  # above 256 rows a program walks over all heads
 @pytest.mark.parametrize("width", [64, 256])
 def test_one_kind_of_heads_is_normed_in_place(rows: int, heads: int, width: int) -> None:
-    """Rows are columns of a projection's output: they do not lie one after another."""
+    """Rows are columns of a projection's output, so they are not contiguous."""
     torch.manual_seed(0)
     projected = torch.randn(rows, 2 * heads * width)
     keys, values = projected.split(heads * width, dim=1)

@@ -1,4 +1,4 @@
-"""Gemma 3n and Triton: its tail runs on these kernels, and SGLang's own prefills cannot.
+"""Gemma 3n on Triton: its tail runs on these kernels, while SGLang's own prefills cannot.
 
 SGLang's own attention code runs, in the interpreter.
 """
@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_beside_another_backend(checkpoint: Path) -> None:
-    """As FlashAttention is a server's on an H100: the tail runs on Triton, over the same pool."""
+    """The tail runs on Triton over the server's pool, as beside FlashAttention on an H100."""
     engine = Engine(checkpoint, **INTERPRETED_ENGINE, attention_backend="fa4")
     assert type(engine.runner.attn_backend) is FrontBackend
     tail = attention_of(engine).tail
@@ -57,7 +57,7 @@ def test_beside_another_backend(checkpoint: Path) -> None:
 
 
 def test_alone(checkpoint: Path, said: Callable[..., list[str]]) -> None:
-    """Where this fails a release has mended its fault, and the windows are to be read again."""
+    """If this fails, a release has fixed the fault: review the windows again."""
     engine = Engine(checkpoint, **INTERPRETED_ENGINE)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
     assert state_of(engine).unsupported == backends.TRITON_FAILS

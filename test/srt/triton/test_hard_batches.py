@@ -72,13 +72,13 @@ SHAPES = {
 
 
 def prompt(cached: int, new: int, **more: Any) -> Prompt:
-    """One request, whose tokens are drawn by its lengths."""
+    """Return one request, whose tokens are drawn by its lengths."""
     draw = random.Random(f"{cached} {new}")
     return Prompt(tokens(draw, cached), tokens(draw, new), **more)
 
 
 def hard_batches(window: int) -> dict[str, list[Prompt]]:
-    """What is hard about a batch -> the batch, for a window of this many keys."""
+    """Return batches by what is hard about them, for a window of this many keys."""
     w, far = window, 40  # Triton splits the keys of a decode step into parts of at least 32
     shared = prompt(w + 2, 3)
     to_come = {"to_come": (21, 22, 23)}
@@ -155,7 +155,7 @@ CASES: dict[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = {
 
 
 def cases() -> Iterator[Any]:
-    """(model, tail, batch): one model after the other, the eager tail first."""
+    """Yield (model, tail, batch): one model after the other, the eager tail first."""
     for (shape, tail), (every_run, release) in CASES.items():
         for name in every_run:
             yield pytest.param(shape, tail, name)
@@ -172,9 +172,9 @@ _last_engine: dict[str, Engine] = {}
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An engine of one of ``SHAPES``, by its name, kept until another one is wanted.
+    """Return an engine of one of ``SHAPES``, by its name, kept until another one is needed.
 
-    pytest would make a module's fixture anew for each combination with other parameters.
+    pytest would make a module's fixture again for each combination with other parameters.
     """
     shape: str = request.param
     if shape not in _last_engine:
@@ -190,7 +190,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def set_up(engine: Engine, tail: str) -> None:
-    """The tail runs eagerly, or it is captured."""
+    """Make the tail eager, or capture it."""
     reset_log()
     state = state_of(engine)
     if tail == EAGER:
@@ -207,7 +207,7 @@ def play(
     prefix: str = "0",
     stock: Sequence[Observed] = (),
 ) -> list[Observed]:
-    """A batch's forwards: its prefill, that of unfinished prompts' rest, and two decode steps.
+    """Run a batch: its prefill, that of unfinished prompts' rest, and two decode steps.
 
     Args:
         stock: what the stock side did, where this is the other one.
@@ -227,7 +227,7 @@ def play(
 
 
 def assert_shuffled(engine: Engine, slots: torch.Tensor) -> None:
-    """These slots are out of order, and none has its own number in the window's pool."""
+    """Assert that these slots are out of order, and differ from those in the window's pool."""
     pool = engine.runner.token_to_kv_pool
     assert (slots.diff() != 1).any()
     if hasattr(pool, "translate_loc_from_full_to_swa"):
@@ -235,7 +235,7 @@ def assert_shuffled(engine: Engine, slots: torch.Tensor) -> None:
 
 
 def stock_of(engine: Engine, shape: str, name: str, prompts: list[Prompt]) -> list[Observed]:
-    """The stock forwards of a batch, which are the same for either tail."""
+    """Return the stock forwards of a batch, which are the same for either tail."""
     if (shape, name) not in _played:
         seen = play(engine, prompts, "0")
         assert_stock(engine, prompts, seen[0])
@@ -244,7 +244,7 @@ def stock_of(engine: Engine, shape: str, name: str, prompts: list[Prompt]) -> li
 
 
 def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Observed) -> None:
-    """The tail ran on kept rows only, on the backend that it must run on, and left no trace."""
+    """Assert that the tail ran on kept rows only, on its backend, and left no trace."""
     wanted = expected(engine, prompts)
     main, attention = engine.runner.attn_backend, attention_of(engine)
     assert type(main) is TritonAttnBackend
@@ -262,13 +262,13 @@ def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Obse
     assert attention.main is main
     assert attention.tail is not main
     assert attention.tail.forward_metadata is None
-    # Its window too is again what it was: the next plan starts from it.
+    # Its window is restored too: the next plan starts from it.
     assert Metadata.of(attention.tail).settings == Metadata.of(main).settings
     assert_metadata_unchanged(seen)
 
 
 def is_replayed(prompts: Sequence[Prompt], wanted: Expected) -> bool:
-    """Whether there is a graph for a batch of which this is expected when its tail is eager."""
+    """Return True if a batch with these expectations of an eager tail has a graph."""
     decodes = wanted.tail_mode == "DECODE"
     return decodes and not skips_tail(prompts) and len(prompts) <= MOST_CAPTURED
 
@@ -315,7 +315,7 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
 
 @pytest.mark.parametrize("engine", ["two pools"], indirect=True)
 def test_an_eager_plan_leaves_the_graphs_buffers(engine: Engine) -> None:
-    """Where both were made in the same buffers, a replay would read another batch's keys."""
+    """If both used the same buffers, a replay would read another batch's keys."""
     set_up(engine, CAPTURED)
     batches, tail = hard_batches(SHAPES["two pools"].sliding_window), attention_of(engine).tail
     with switched("1"):
@@ -336,7 +336,7 @@ def test_an_eager_plan_leaves_the_graphs_buffers(engine: Engine) -> None:
 
 @contextmanager
 def tables_rewritten_once_planned(engine: Engine) -> Iterator[None]:
-    """As SGLang's scheduler may do it beside a backend that declares PRE_REPLAY (trtllm_mha)."""
+    """Rewrite the tables as the scheduler may on a PRE_REPLAY backend (trtllm_mha)."""
     runner, main = engine.runner, engine.runner.attn_backend
     tables = (
         runner.req_to_token_pool.req_to_token,
@@ -359,7 +359,7 @@ def tables_rewritten_once_planned(engine: Engine) -> Iterator[None]:
 @pytest.mark.parametrize("engine", ["two pools"], indirect=True)
 @pytest.mark.parametrize("tail", [EAGER, pytest.param(CAPTURED, marks=pytest.mark.release)])
 def test_no_table_is_read_once_a_batch_is_planned(engine: Engine, tail: str) -> None:
-    """Nor by the donor, which has a window here: where its K and V go was looked up before."""
+    """Nor does the donor, whose K and V go to window slots that were looked up before."""
     name = "prefixes at the window"
     prompts = hard_batches(SHAPES["two pools"].sliding_window)[name]
     stock = stock_of(engine, "two pools", name, prompts)

@@ -33,7 +33,7 @@ from sglang_gemma4_yoco.core import eligibility
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
 
-# What no mask can do: several hundred times the differences of rounding.
+# The effect of a missing mask: several hundred times that of rounding.
 DIFFERENT = 100 * TOLERANCE
 LONG_IMAGE = (288, 288)  # 36 tokens: more than the window of 32
 TEXT = MediaPrompt("only words")
@@ -68,7 +68,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def compare(engine: Engine, batch: Any, kept: int) -> tuple[Observed, torch.Tensor | None]:
-    """The stock forward and the mask it found; the fast one was active, and equal to it."""
+    """Return the stock forward and its mask; assert that the fast one was active, and equal."""
     with masks(engine) as seen:
         stock, fast = both_ways(engine, batch, TOLERANCE if kept else math.inf)
     total = sum(batch.extend_lens)
@@ -83,7 +83,7 @@ def compare(engine: Engine, batch: Any, kept: int) -> tuple[Observed, torch.Tens
 
 
 def hangs_on_the_mask(engine: Engine, batch: Any, stock: Observed) -> list[bool]:
-    """Of each prompt, whether stock answers otherwise where its images attend causally."""
+    """Return for each prompt True if stock's answer changes without its images' masks."""
     with without_masks(engine), masks(engine) as seen:
         causal = run(engine, batch, "0")
     assert seen.found == [None]
@@ -110,7 +110,7 @@ def test_image(engine: Engine, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["video", pytest.param("audio", marks=RELEASE)])
 def test_what_attends_causally(engine: Engine, kind: str) -> None:
-    """Frames of videos and sounds have no masks, in Hugging Face's Gemma 4 neither."""
+    """Frames of videos and sounds have no masks; nor do they in Hugging Face's Gemma 4."""
     batch = media_batch(engine, MediaPrompt(f"see <|{kind}|> or?"))
     _, mask = compare(engine, batch, kept=1)
     assert mask is None
@@ -128,7 +128,7 @@ IMAGE = slice(5, 11)  # the image's own rows in it
     ],
 )
 def test_chunks(engine: Engine, end: int, masked: tuple[bool, bool]) -> None:
-    """Two chunks. An image is masked only if one of them contains it as a whole.
+    """An image is masked only if one of the two chunks contains it as a whole.
 
     The first computes no tail; the second reads K and V that the first wrote on the fast path.
     """
@@ -145,7 +145,7 @@ def test_chunks(engine: Engine, end: int, masked: tuple[bool, bool]) -> None:
 
 
 def assert_bidirectional(mask: torch.Tensor | None, batch: Any, expected: bool) -> None:
-    """SGLang writes a mask for every batch with an image; it may be no more than causal."""
+    """Assert that the mask is more than causal: SGLang writes one for every batch with an image."""
     assert mask is not None
     wanted, has_images = image_mask(batch)
     assert torch.equal(mask, wanted)
@@ -160,7 +160,7 @@ def test_an_image_in_an_unfinished_chunk_beside_a_finished_prompt(engine: Engine
 
 
 def test_decoding_after_an_image(engine: Engine) -> None:
-    """Two steps after the prefill, which is stock's or the fast path's."""
+    """Two steps follow the prefill, which is stock's or the fast path's."""
     answers = {}
     for switch in "01":
         batch = media_batch(engine, CHUNKED, TEXT)

@@ -1,4 +1,4 @@
-"""The tail's plan on SGLang's Triton backend: what it reads and opens, and the published helper's.
+"""The plan of the tail and of the published helper on SGLang's Triton backend: reads and files.
 
 SGLang's Triton backend reads from the device how large a window's index buffer must be, whenever it
 plans a batch; planning the tail it is given one. Its decode step by itself sees one key fewer in a
@@ -49,7 +49,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def test_a_kept_row_sees_the_whole_window(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, decodes: bool
 ) -> None:
-    """On the runner's backend, which the published helper plans anew."""
+    """The published helper plans the runner's backend again."""
     if not decodes:
         monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     model, main = engine.text_model, engine.runner.attn_backend
@@ -108,7 +108,7 @@ def test_a_release_that_was_not_tested_counts_decode_steps_otherwise(
     ids=["last rows", "suffixes"],
 )
 def test_the_tails_plan_reads_nothing(engine: Engine, prompts: list[Prompt]) -> None:
-    """Beyond what stock reads; nor does anything else of the forward."""
+    """Neither the plan nor anything else of the forward reads more than stock."""
     scheduled = engine.schedule(prompts)
     planned: list[Reads] = []
     whole: list[Reads] = []
@@ -133,12 +133,12 @@ def test_the_tails_plan_reads_nothing(engine: Engine, prompts: list[Prompt]) -> 
 
 
 def in_sglang(reads: Reads) -> Reads:
-    """Reads by SGLang; the interpreter of the kernels reads all the time."""
+    """Return the reads by SGLang; the interpreter of the kernels reads all the time."""
     return Counter({read: n for read, n in reads.items() if "/sglang/" in read[1]})
 
 
 def assert_no_file_is_opened(engine: Engine, scheduled: Any) -> None:
-    """Beyond what stock and Triton's interpreter open; all has run once before."""
+    """Assert that no file is opened, beyond what stock and Triton's interpreter open."""
     seen = {}
     for switch in ("0", "1"):
         with switched(switch), audited() as seen[switch]:

@@ -1,4 +1,4 @@
-"""Which forwards are audited: one of N, and each outcome in its turn."""
+"""Selection of audited forwards: one of N, and each outcome in its turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OUTCOMES = "ABCDE"
 
 @st.composite
 def traffic(draw: st.DrawFn) -> str:
-    """Some outcomes in one order, again and again; and then others."""
+    """Return outcomes in one order, repeated, and then others."""
     found = ""
     for _ in range(draw(st.integers(0, 4))):
         order = draw(st.text(OUTCOMES, min_size=1, max_size=9))
@@ -23,7 +23,7 @@ def traffic(draw: st.DrawFn) -> str:
 @example("BAAAAACDB", 2)
 @given(traffic(), st.integers(1, 12))
 def test_each_outcome_has_its_turn(outcomes: str, every: int) -> None:
-    """Whatever comes beside it, however rare it is; and no more than one of so many is audited."""
+    """Rare outcomes have their turn among any others; no more than one of N forwards is audited."""
     turns, last, audits = Turns(every), dict[str, int](), 0
     for number, outcome in enumerate(outcomes):
         since = number - last.setdefault(outcome, number)

@@ -1,4 +1,4 @@
-"""The table of attention backends: no class is admitted of which it is not known why it is right.
+"""The table of attention backends, whose every class has evidence.
 
 What was read is written down here once more, by hand: what the package admits must be among it.
 """
@@ -56,7 +56,7 @@ WINDOWS = {
     ),
     XPU: ("(layer.sliding_window_size, 0)",) * 2,
 }
-#: By model: which of these were found right for prefills, and how.
+#: Model -> the classes that were found right for prefills, and the evidence.
 REVIEWED = {
     (GEMMA4, TRITON): RUN,
     (GEMMA4, TRTLLM): READ,
@@ -85,7 +85,7 @@ def source_of(path: str) -> str:
 
 
 def method_of(path: str, name: str) -> str:
-    """The source of a method that this class defines itself; of many classes it is not imported."""
+    """Return the source of a method that this class itself defines, without an import of it."""
     source = source_of(path)
     for kind in ast.parse(source).body:
         if isinstance(kind, ast.ClassDef) and kind.name == name_of(path):
@@ -96,7 +96,7 @@ def method_of(path: str, name: str) -> str:
 
 
 def test_what_is_admitted_was_reviewed() -> None:
-    """Each class for each model: nobody is admitted because another one is."""
+    """Each class is reviewed for each model: one model's review admits no other."""
     prefills = {(row.model, row.path): row.prefills for row in TABLE if row.prefills != STOCK}
     assert prefills == REVIEWED
     assert {(row.model, row.path) for row in TABLE if row.tail} == TAILS
@@ -104,7 +104,7 @@ def test_what_is_admitted_was_reviewed() -> None:
 
 @pytest.mark.parametrize("path", ADMITTED, ids=name_of)
 def test_an_admitted_class_reads_the_layers_window(path: str) -> None:
-    """In both kinds of steps; what has no window at all attends to keys that stock hides."""
+    """Both kinds of steps do; a class without windows would attend to keys that stock hides."""
     for name in ("forward_extend", "forward_decode"):
         assert "layer.sliding_window_size" in method_of(path, name)
 
@@ -126,7 +126,7 @@ def test_a_class_without_windows_is_seen() -> None:
 
 @pytest.mark.parametrize("row", TABLE, ids=in_words)
 def test_evidence(row: Backend) -> None:
-    """There are tests; of what was run they name SGLang's class; of what was read the lines are."""
+    """Tests exist; a run names SGLang's class; a reading names existing lines."""
     assert row.tests
     assert missing_tests((*row.tests, *row.tail)) == []
     ran = list(row.tail)
@@ -144,7 +144,7 @@ def test_evidence(row: Backend) -> None:
 @AS_READ
 @pytest.mark.parametrize("row", TABLE, ids=in_words)
 def test_a_flag_builds_its_class(row: Backend) -> None:
-    """By SGLang's registry."""
+    """The class is the one in SGLang's registry."""
     registry = (SGLANG / "layers" / "attention" / "attention_registry.py").read_text()
     assert row.flags
     for flag in row.flags:
@@ -154,7 +154,7 @@ def test_a_flag_builds_its_class(row: Backend) -> None:
 
 
 def test_a_class_has_one_row_for_a_model() -> None:
-    """A second one would replace it."""
+    """A second row would replace the first."""
     assert len({(row.model, row.path) for row in TABLE}) == len(TABLE)
 
 
@@ -184,7 +184,7 @@ def test_what_sglang_chooses_on_a_card(card: str) -> None:
 
 
 def test_a_model_admits_what_the_table_has_for_it() -> None:
-    """And no other model's: ``doctor`` names the flags."""
+    """The flags that ``doctor`` names for a model are those of its own rows."""
     for model, kind in ((GEMMA4, gemma4), (GEMMA3N, gemma3n)):
         for path in WINDOWS:
             assert kind.ATTENTION[path].prefills == REVIEWED.get((model, path), STOCK)

@@ -1,4 +1,4 @@
-"""What depends on the installed SGLang's version."""
+"""Version-dependent behaviour of the installed SGLang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_gemma4_yoco.core.tail import TailBackend
 
 
 class Planning(TritonAttnBackend):
-    """SGLang's Triton backend, but that it only notes the window that it plans with."""
+    """SGLang's Triton backend, reduced to recording the window of its plan."""
 
     def __init__(self, window: int | None) -> None:
         self.device = "cpu"
@@ -55,7 +55,7 @@ def batch(mode: ForwardMode, *, fails: bool = False) -> SimpleNamespace:
 def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
     window: int | None, mode: ForwardMode, planned: int | None, room: int | None, fails: bool
 ) -> None:
-    """And there is room for all of it: a planner that writes past its buffer raises no error.
+    """The buffer has room for it: a planner that writes past its buffer raises no error.
 
     The backend's own window comes back, also where planning fails.
     """
@@ -102,7 +102,7 @@ def test_what_is_newer_than_the_last_tested_release(
 
 @pytest.mark.parametrize("is_hybrid", [False, True])
 def test_slots_of_the_window_are_those_of_the_plan(is_hybrid: bool) -> None:
-    """With ``trtllm_mha`` the scheduler may have rewritten the table that has them as well."""
+    """With ``trtllm_mha`` the scheduler may already have rewritten their table."""
     planned = torch.tensor([4, 2])
     main = TRTLLMHAAttnBackend.__new__(TRTLLMHAAttnBackend)
     main.forward_metadata = SimpleNamespace(swa_out_cache_loc=planned)

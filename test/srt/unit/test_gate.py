@@ -1,4 +1,4 @@
-"""The gate on batches that SGLang makes by itself, and on what is worth cutting.
+"""The gate: reasons to refuse SGLang's batches, and the threshold that pays.
 
 Batches are SGLang's own ``ForwardBatch``; the model is a stand-in with the real class's fields.
 Every reason for which a batch is refused has a row here. ``forward/test_refused`` shows that a
@@ -47,13 +47,13 @@ pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
 
 class OtherMode(IntEnum):
-    """Of another package, whose number for a mode is SGLang's."""
+    """Another package's mode, whose number is one of SGLang's."""
 
     EXTEND = int(ForwardMode.EXTEND)
 
 
 def a_mode(name: str) -> Refusal:
-    """Why a batch in this mode is refused."""
+    """Return why a batch in this mode is refused."""
     return Refusal(f"forward mode {name}", is_logged=False)
 
 
@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Refusal]] = {
 
 
 def refused_batches() -> dict[str, tuple[dict[str, Any], Refusal]]:
-    """By name what is changed of an eligible batch, and the reason for which it is refused then."""
+    """Return by name the changes to an eligible batch, and the reason to refuse it then."""
     found = dict(REFUSED)
     for mode in ForwardMode:
         if mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
@@ -178,7 +178,7 @@ def test_graph_capture(capturing: Any) -> None:
 
 
 def test_a_captured_prefill_that_is_replayed() -> None:
-    """While it is replayed nothing counts as being captured; all other reasons hold."""
+    """During its replay nothing counts as being captured; all other reasons hold."""
     state = state_of(model())
     with enable_breakable_cuda_graph(), patched(state, is_capturing=lambda: False):
         assert isinstance(
@@ -188,7 +188,7 @@ def test_a_captured_prefill_that_is_replayed() -> None:
         assert eligibility.check_eligibility(state, batch) == eligibility.LORA
 
 
-# ---------------------------------------------------------------- is it worth it?
+# ---------------------------------------------------------------- threshold
 
 # Rows in all, rows that are read, where and how the tail runs, and whether it is worth it.
 CPU: dict[str, bool] = {}
@@ -279,16 +279,16 @@ def test_the_gate_knows_how_the_tail_runs(
     ("device", "on_gpu"), [("cpu", False), ("cuda", True), ("cuda:1", True), ("xpu", True)]
 )
 def test_an_eager_tail_pays_later_on_a_gpu(device: str, on_gpu: bool) -> None:
-    """Of whichever maker: its host launches kernels, as that of CUDA does."""
+    """GPUs of each maker: the host launches kernels, as CUDA's does."""
     attention: Any = SimpleNamespace(tail=SimpleNamespace(device=device))
     assert ModelState(model(), gemma4, None, attention).on_gpu is on_gpu
 
 
-# ---------------------------------------------------------------- planned, and then run
+# ---------------------------------------------------------------- plan, then forward
 
 
 class PlansNothing:
-    """An attention backend, as that of the tests' platform."""
+    """Attention backend without a plan, like that of the tests' platform."""
 
     forward_metadata = None
 
@@ -298,7 +298,7 @@ class PlansNothing:
 
 @pytest.fixture
 def attached() -> Iterator[ModelState]:
-    """A model in a runner, which plans its batches."""
+    """Yield the state of a model in a runner, which plans its batches."""
     main, tail = PlansNothing(), PlansNothing()
     state = ModelState(model(), gemma4, None, TailBackend(main, tail))
     vars(state)["tail_layers"] = []  # of a model that has none
@@ -309,7 +309,7 @@ def attached() -> Iterator[ModelState]:
 
 
 def planned(state: ModelState, **changes: Any) -> ForwardBatch:
-    """A batch whose attention SGLang has planned."""
+    """Return a batch whose attention SGLang has planned."""
     assert state.attention is not None
     batch = eligible_batch(**changes)
     state.attention.main.init_forward_metadata(batch)
@@ -317,7 +317,7 @@ def planned(state: ModelState, **changes: Any) -> ForwardBatch:
 
 
 class TestDecisions:
-    """What was decided when a batch was planned, and what can come about since."""
+    """Decisions of the plan, and changes between the plan and the forward."""
 
     def test_it_is_taken_from_the_very_batch(self, attached: ModelState) -> None:
         batch, later = planned(attached), planned(attached)
@@ -345,7 +345,7 @@ class TestDecisions:
             assert plan.take_plan(attached, batch) == plan.NOT_PLANNED
 
     def test_a_plan_that_fails(self, attached: ModelState, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The forward counts it; with other ranks it is raised at once: they go on with a tail."""
+        """The forward counts it; with other ranks, which expect a tail, it is raised at once."""
 
         def out_of_memory(_: Any) -> None:
             raise MemoryError
@@ -361,7 +361,7 @@ class TestDecisions:
             planned(attached)
 
 
-# ---------------------------------------------------------------- nothing is without a row
+# ---------------------------------------------------------------- completeness
 
 
 def test_every_field_that_is_read_must_exist() -> None:

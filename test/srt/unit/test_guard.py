@@ -1,4 +1,4 @@
-"""SGLang's methods that are wrapped, in servers and on models that are not this package's.
+"""SGLang's wrapped methods, on servers and models that are not this package's.
 
 Whatever the package reads or calls there may raise: SGLang's method runs once, and its result
 arrives. These are all its methods: one that is wrapped elsewhere is found.
@@ -43,7 +43,7 @@ ERRORS = pytest.mark.parametrize("error", [InjectedError, KeyboardInterrupt])
 
 @contextmanager
 def raised_unless_an_error(error: type[BaseException]) -> Iterator[None]:
-    """An error must not leave the block; what ends the process must, with several ranks too."""
+    """Assert that no error leaves the block; an exit must, with several ranks too."""
     with mock.patch.object(compat.server, "is_single_rank", return_value=False):
         if issubclass(error, Exception):
             yield
@@ -52,11 +52,11 @@ def raised_unless_an_error(error: type[BaseException]) -> Iterator[None]:
             yield
 
 
-# ---------------------------------------------------------------- what cannot be read
+# ---------------------------------------------------------------- unreadable objects
 
 
 class Unreadable:
-    """Any attribute of it raises."""
+    """Object each of whose attributes raises."""
 
     def __init__(self, error: type[BaseException]) -> None:
         object.__setattr__(self, "_error", error)
@@ -70,7 +70,7 @@ class Unreadable:
 def test_objects_that_cannot_be_read(
     place: tuple[Any, str], error: type[BaseException], said: Callable[..., list[str]]
 ) -> None:
-    """As SGLang's runner on MLX, whose model has no modules, was once."""
+    """SGLang's runner on MLX, whose model has no modules, was such an object."""
     unreadable, calls = Unreadable(error), list[tuple[Any, ...]]()
 
     def stock(*given: Any) -> Any:
@@ -84,7 +84,7 @@ def test_objects_that_cannot_be_read(
         assert len(said(logging.ERROR)) == 1
 
 
-# ---------------------------------------------------------------- each call
+# ---------------------------------------------------------------- calls, one by one
 
 
 def text_model_without_a_tail() -> Any:
@@ -95,7 +95,7 @@ def text_model_without_a_tail() -> Any:
 
 
 def another_server(name: str) -> list[Any]:
-    """On what such a method is called, and with what."""
+    """Return the arguments of such a method's call, with the object that it is called on."""
     if name == "forward":
         return [
             text_model_without_a_tail(),
@@ -155,11 +155,11 @@ def test_each_call_fails(
             assert len(said(logging.ERROR)) == before + 1, site
 
 
-# ---------------------------------------------------------------- all of them
+# ---------------------------------------------------------------- completeness
 
 
 def wraps_of_the_package(owner: Any) -> list[tuple[Any, str]]:
-    """What this module or class has of functions that the package has wrapped."""
+    """Return the functions of this module or class that the package has wrapped."""
     found = []
     for name, value in list(vars(owner).items()):
         wraps = isinstance(value, FunctionType) and hasattr(value, "__wrapped__")

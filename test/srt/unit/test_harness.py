@@ -1,4 +1,4 @@
-"""What the tests share: a failed assertion shows its values, in harness/ as in a test."""
+"""Assertions of the shared test code, which show their values as a test's do."""
 
 from __future__ import annotations
 

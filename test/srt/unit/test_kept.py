@@ -1,4 +1,4 @@
-"""Kept rows, against the definition written out; and the batch as the tail sees it."""
+"""Kept rows, against the definition written out; and the batch of the tail."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_restored_after_an_exception() -> None:
 
 
 def pinned_on(device: str) -> Counter[int]:
-    """The blocks that are pinned at start, by their sizes in bytes."""
+    """Count the blocks that are pinned at start, by their sizes in bytes."""
     blocks = Counter[int]()
 
     def empty(numbers: int, *, dtype: torch.dtype, pin_memory: bool) -> None:
@@ -117,7 +117,7 @@ def pinned_on(device: str) -> Counter[int]:
 
 
 def test_blocks_are_pinned_for_every_batch() -> None:
-    """PyTorch rounds what a batch needs up to a power of two."""
+    """PyTorch rounds a batch's need up to a power of two."""
     one_row = [KeptRows.suffixes([7] * n, [0] * n) for n in (1, 2, 4, 5, 17, 300, 4096)]
     longest = KeptRows.suffixes([131_072], [0], [0])
     blocks, device = pinned_on("cuda"), SimpleNamespace(extend_seq_lens=torch.zeros(1))

@@ -1,4 +1,4 @@
-"""What refuses a server: its arguments, its attention, its pools of K and V, its linear layers.
+"""Reasons to refuse a server: its arguments, attention, pools of K and V, and linear layers.
 
 Each reason has a row here, and what SGLang has changed since shows here first. That a refused
 server runs as stock is shown once on a runner (``forward/test_refused``) and once on a server
@@ -148,7 +148,7 @@ BESIDE_OTHERS: list[tuple[dict[str, Any], object]] = [
 
 
 def refusals() -> Iterator[tuple[dict[str, Any], object]]:
-    """Arguments of a server, and the reason for which it is refused."""
+    """Yield arguments of a server, and the reason for which it is refused."""
     for reason, names in REFUSING.items():
         for name, value in names.items():
             yield {name: value}, reason
@@ -157,7 +157,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], object]]:
 
 @contextmanager
 def served_with(arguments: dict[str, Any]) -> Iterator[None]:
-    """A server with these arguments and, in capitals, environment variables."""
+    """Give the server these arguments and, in capitals, environment variables, in the block."""
     others = dict(arguments)
     with ExitStack() as stack:
         for name in arguments:
@@ -206,11 +206,11 @@ def test_what_is_typed_is_judged_as_sglang_resolves_it(
         assert str(unsupported.find_server_reason()) == str(reason)
 
 
-# ---------------------------------------------------------------- all arguments there are
+# ---------------------------------------------------------------- all arguments
 
 
 def test_every_argument_and_variable_is_judged_in_one_place() -> None:
-    """What SGLang has changed since shows here first: scripts/dev/reviewed_arguments.py."""
+    """If SGLang has added one, this fails first: run scripts/dev/reviewed_arguments.py."""
     judged, known = unsupported.list_judged_arguments(), reviewed_arguments.reviewed()
     unread = reviewed_arguments.installed() - judged - known
     assert unread == set(), f"read what SGLang does with {sorted(unread)}, and list them"
@@ -238,7 +238,7 @@ JUDGED = sorted(unsupported.list_judged_arguments())
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """A release after the last tested one, which the operator wants; what it has not is added."""
+    """Yield a function that removes a name from an enabled release after the last tested one."""
     absent: list[str] = []
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     monkeypatch.setattr(compat.server, "has_name", lambda name: name not in absent)
@@ -255,7 +255,7 @@ def test_what_a_newer_release_lacks(newer: Callable[[str], None], name: str) -> 
 
 
 def test_what_a_newer_release_is_given_is_judged(newer: Callable[[str], None]) -> None:
-    """By the tables; what is new in it is not."""
+    """The tables judge it; arguments new in that release are not judged."""
     newer("enable_surprises")
     with served_with({"enable_lora": True}):
         assert unsupported.find_server_reason() == ServerRefusal("LoRA")
@@ -294,13 +294,13 @@ def test_the_dumper(
 
 
 def backend_of(path: str) -> Any:
-    """An attention backend whose class has this module and name."""
+    """Return an attention backend whose class has this module and name."""
     module, _, name = path.rpartition(".")
     return type(name, (), {"__module__": module})()
 
 
 def hybrid(prefill: str, decode: str) -> Any:
-    """One for prefills, one for decode steps."""
+    """Return a hybrid of one backend for prefills and one for decode steps."""
     backend = object.__new__(HybridAttnBackend)
     backend.prefill_backend = backend_of(prefill)
     backend.decode_backend = backend_of(decode)
@@ -337,7 +337,7 @@ def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
 
 
 def pool_of(kind: Any = MHATokenToKVPool, **values: Any) -> Any:
-    """A pool of two layers whose K and V are stored slot by slot."""
+    """Return a pool of two layers whose K and V are stored slot by slot."""
     pool = object.__new__(kind)
     slots = [torch.zeros(8, 1, 4), torch.zeros(8, 1, 4)]
     vars(pool).update({"k_buffer": slots, "v_buffer": slots, **values})
@@ -365,7 +365,7 @@ POOLS: list[tuple[Any, object]] = [
 
 @pytest.mark.parametrize(("part", "reason"), POOLS)
 def test_a_pool(part: Any, reason: object) -> None:
-    """The one for all layers, or either of two: one that is not plain is enough."""
+    """A pool for all layers, or either of two: one that is not plain is enough."""
     two: list[Any] = [object.__new__(SWAKVPool), object.__new__(SWAKVPool)]
     vars(two[0]).update(full_kv_pool=part, swa_kv_pool=pool_of())
     vars(two[1]).update(full_kv_pool=pool_of(), swa_kv_pool=part)
@@ -382,7 +382,7 @@ def test_a_pool(part: Any, reason: object) -> None:
 
 
 def method(name: str, module: str = "sglang.srt.a", **values: Any) -> UnquantizedLinearMethod:
-    """What computes a linear layer, in a class of this name and module."""
+    """Return a linear layer's method, in a class of this name and module."""
     made = type(name, (UnquantizedLinearMethod,), {"__module__": module})()
     vars(made).update(values)
     return made
@@ -408,7 +408,7 @@ class Kind:
 
 
 def scheme(name: str) -> dict[str, Any]:
-    """What a layer has whose method has schemes."""
+    """Return the attributes of a layer whose method has schemes."""
     return {"scheme": type(name, (), {})()}
 
 
@@ -449,7 +449,7 @@ def test_a_kind_of_linear_layer(monkeypatch: pytest.MonkeyPatch, name: str) -> N
 
 
 def test_the_method_of_a_cache_refuses_nothing() -> None:
-    """As attentions of fp8 checkpoints have one; the pools are judged by themselves."""
+    """Attentions of fp8 checkpoints have such a method; the pools are judged separately."""
     attention = RadixAttention(2, 8, 1.0, 1, 0)
     attention.quant_method = BaseKVCacheMethod(None)
     assert unsupported.find_linear_reason(SimpleNamespace(layers=[attention] * 2), first=1) is None
@@ -511,7 +511,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], str]] = {
 @NAMES_CHANGE
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_layers_of_popular_checkpoints(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """SGLang's own classes of them, built as for a Hopper GPU; their kernels need one."""
+    """SGLang's own classes, built as for a Hopper GPU; their kernels need one."""
     for module in (torch.cuda, marlin_utils):
         monkeypatch.setattr(module, "get_device_capability", lambda *_: (9, 0))
     method, entry, kind = CHECKPOINTS[name]
@@ -532,7 +532,7 @@ def test_layers_of_popular_checkpoints(monkeypatch: pytest.MonkeyPatch, name: st
 
 @NAMES_CHANGE
 def test_every_name_is_one_of_sglangs() -> None:
-    """By its sources: many of these classes cannot be imported on a CPU."""
+    """SGLang's sources decide: many of these classes cannot be imported on a CPU."""
     sources = Path(sglang.srt.__path__[0])
     names, found = set[str](), set[str]()
     for kind in unsupported._INDEPENDENT_ROWS:

@@ -1,4 +1,4 @@
-"""What is logged once, and what counts as the same."""
+"""Lines that are logged once, and the identity of an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
 def test_an_error_is_logged_with_each_line(said: Callable[..., list[str]]) -> None:
-    """What has failed is said, though the same error was logged with another line."""
+    """An error that was logged with one line is logged again with another line."""
     lines = ["a prefill failed", "an audit failed"]
     for line in (*lines, *lines):
         log.log_failure(line, MemoryError())

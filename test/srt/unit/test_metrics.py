@@ -1,4 +1,4 @@
-"""How the counters reach SGLang's metrics; on servers: ``server/test_served_metrics``."""
+"""The package's counters in SGLang's metrics; on servers: ``server/test_served_metrics``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
-    """The metrics that are made from here on; nothing is served, and nothing is counted."""
+    """Return a registry of the metrics that are made from here on; nothing is counted yet."""
     made = prometheus_client.CollectorRegistry()
     for kind in ("Counter", "Gauge"):
         metric = functools.partial(getattr(prometheus_client, kind), registry=made)
@@ -52,7 +52,7 @@ def test_no_model_is_served() -> None:
 
 
 class Serving:
-    """What is known of a model whose batches may be cut."""
+    """State of a model whose batches may be cut."""
 
     unsupported: ServerRefusal | None = None
     after_cut = None
@@ -66,14 +66,14 @@ class Serving:
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
-    """It is attached."""
+    """Return an attached state."""
     known = Serving()
     monkeypatch.setattr(states, "_attached", {known})
     return known
 
 
 def answered() -> dict[str, Any]:
-    """What is in a scheduler's answer, which SGLang can send and encode."""
+    """Return a scheduler's answer, which SGLang must be able to send and encode."""
     answer = SimpleNamespace(internal_state={"theirs": 1})
     metrics.add_to_server_info(answer)
     state: dict[str, Any] = answer.internal_state[metrics.SERVER_INFO_ENTRY]
@@ -100,7 +100,7 @@ def test_a_refused_server_says_why(
     assert state["rows"] == {"computed": 7, "skipped": 0}
 
 
-SAME_TEXT = "LoRA"  # of a reason that is a server's, and of one that is a batch's
+SAME_TEXT = "LoRA"  # a server's reason, and a batch's
 LINE = f"Gemma 4 fast prefill falls back to stock: {SAME_TEXT}"
 
 
@@ -116,7 +116,7 @@ LINE = f"Gemma 4 fast prefill falls back to stock: {SAME_TEXT}"
 def test_a_batch_is_logged_and_counted_as_its_refusal_says(
     said: Callable[..., list[str]], refusal: Refusal, label: str, lines: list[str]
 ) -> None:
-    """Whatever its text."""
+    """The text of the refusal does not matter."""
     for _ in range(2):
         counters.served.count_ineligible(refusal, 7)
     assert answered()["forwards"] == {label: 2}
@@ -127,7 +127,7 @@ def test_a_batch_is_logged_and_counted_as_its_refusal_says(
 def test_a_server_is_refused_at_the_level_of_its_refusal(
     said: Callable[..., list[str]], level: int
 ) -> None:
-    """Once, and not at all where the refusal has a line of its own."""
+    """It is logged once, and not at all if the refusal has a line of its own."""
     state = states.ModelState(None, gemma4, None)
     state.turn_off(replace(unsupported.WRONG_REPLAYS, level=level))
     assert len(said(level)) == 1
@@ -143,7 +143,7 @@ def test_whatever_turns_the_path_off_is_told(
     serving.unsupported = reason
     state = answered()
     assert (state["active"], state["reason"]) == (reason is None, reason and reason.text)
-    # Where nothing is cut, it is of no interest how.
+    # If nothing is cut, the tail's kind does not matter.
     how = ("cut inside layer 14", "eager", "closed: some reason")
     assert (state["cut"], state["tail"], state["exits"]) == (how if reason is None else (None,) * 3)
 
@@ -155,7 +155,7 @@ def test_whatever_turns_the_path_off_is_told(
 def test_a_number_that_is_not_finite_is_a_word(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
+    """The self-check's and audits' numbers become words; Prometheus keeps such numbers."""
     serving.report.check = CheckResult(Difference("keys", largest, 0.5)).to_json()
     counters.served.audits.worst = largest
     state = answered()
@@ -193,7 +193,7 @@ def test_what_is_alerted_on_is_there_before_the_first_prefill(
 def test_what_was_counted_before_is_counted_at_once(
     monkeypatch: pytest.MonkeyPatch, registry: prometheus_client.CollectorRegistry
 ) -> None:
-    """And no prefill looks its series up again, which takes longer than counting."""
+    """No prefill looks its series up again, which takes longer than counting."""
     counters.served.count_ineligible(A_REASON, 3)
     counters.served.count_audit(0.25, agrees=True)
     metrics.collect_metrics(LABELS)
@@ -211,7 +211,7 @@ def test_what_was_counted_before_is_counted_at_once(
 
 
 def test_metrics_that_cannot_be_made_cost_nothing() -> None:
-    """As where another plugin has taken their names."""
+    """Another plugin may have taken their names."""
     metrics.collect_metrics(LABELS)
     with pytest.raises(ValueError, match="Duplicated"):
         metrics.collect_metrics(LABELS)
@@ -220,7 +220,7 @@ def test_metrics_that_cannot_be_made_cost_nothing() -> None:
 
 
 def test_metrics_that_break_are_not_tried_again(said: Callable[..., list[str]]) -> None:
-    """Forwards go on, and are counted; what has broken is said once."""
+    """Forwards continue, and are counted; the failure is logged once."""
     calls = []
 
     def observe(*counted: object) -> None:

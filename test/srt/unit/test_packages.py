@@ -1,4 +1,4 @@
-"""The folders of the package, and who imports whom: as the map in ``__init__`` says."""
+"""Imports between the folders of the package, as the map in ``__init__`` says."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def graph() -> grimp.ImportGraph:
 
 
 def test_imports_go_down(graph: grimp.ImportGraph) -> None:
-    """So no two folders import each other, and the core knows no model."""
+    """No two folders import each other, and the core knows no model."""
     assert graph.find_children(PACKAGE) == {f"{PACKAGE}.{room}" for room in ROOMS}
     layers = [grimp.Layer(f"{PACKAGE}.{room}") for room in ROOMS]
     assert graph.find_illegal_dependencies_for_layers(layers) == set()
 
 
 def test_no_two_files_import_each_other(graph: grimp.ImportGraph) -> None:
-    """A package and its own modules are one."""
+    """A package and its own modules count as one."""
     inside = {module for module in graph.modules if module.startswith(f"{PACKAGE}.")}
     for module in inside:
         for imported in graph.find_modules_directly_imported_by(module) & inside:

@@ -1,4 +1,4 @@
-"""The recorder in place of CUDA graphs: each defect of what is captured must show.
+"""The recorder in place of CUDA graphs: each defect of a capture must show.
 
 That a replay gives what an eager call gives, and that nothing of a batch is captured, is shown of
 the tail itself: ``forward/test_captured_tail``.

@@ -1,4 +1,4 @@
-"""Attributes replaced on one object, and put back whatever was there."""
+"""Patches of attributes on one object, which are restored."""
 
 from __future__ import annotations
 

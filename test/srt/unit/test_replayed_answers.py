@@ -1,4 +1,4 @@
-"""Answers of replayed prefills: what counts as right, as rounding, and as wrong."""
+"""Judgement of replayed prefills' answers: right, rounding, or wrong."""
 
 from __future__ import annotations
 

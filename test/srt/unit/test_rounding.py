@@ -1,4 +1,4 @@
-"""What counts as rounding: computations that only round, and some that do more."""
+"""The bound on rounding: computations that only round, and some with larger errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exact(seed: int, rows: int = 18, width: int = 64, *, outliers: float = 1.0) 
 
 
 def rounded_three_times(values: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Each time to another grid, scaled at random, so the roundings are independent."""
+    """Return the output rounded three times: each time to another random grid, so independently."""
     draw = torch.Generator().manual_seed(seed)
     for _ in range(3):
         shift = torch.rand(values.shape, generator=draw).double() + 0.5
@@ -50,7 +50,7 @@ def rounded_three_times(values: torch.Tensor, dtype: torch.dtype, seed: int) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(seed=st.integers(0, 10**6), outliers=st.sampled_from([1.0, 50.0]))
 def test_three_roundings_each_are_allowed(dtype: torch.dtype, seed: int, outliers: float) -> None:
-    """The docstring's figure, and no more: 0.46 of the last place for keys."""
+    """The docstring's figure is the bound, and no more: 0.46 of the last place for keys."""
     values = exact(seed, outliers=outliers)
     one, other = (rounded_three_times(values, dtype, seed + i).to(dtype) for i in (1, 2))
     found = compared(one, other)
@@ -60,7 +60,7 @@ def test_three_roundings_each_are_allowed(dtype: torch.dtype, seed: int, outlier
 
 
 def test_a_rounding_that_all_channels_of_a_row_share() -> None:
-    """As of a key's weight: of 12 heads, each is too large or too small by up to half a last place.
+    """A key's weight has such a rounding: each of 12 heads may be off by half a last place.
 
     Taken for independent ones, so many of them would come beyond the bound now and then.
     """
@@ -119,7 +119,7 @@ def test_a_channel_near_zero_rounds_as_its_parts_do() -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_row_that_cancels_rounds_as_its_parts_do(seed: int, dtype: torch.dtype) -> None:
-    """As of a head whose values nearly cancel; with its own size alone it would be a defect."""
+    """A head's values may nearly cancel; by its own size alone the row would be a defect."""
     draw = torch.Generator().manual_seed(seed)
     weights = torch.softmax(torch.randn(20, 40, generator=draw), dim=-1).double()
     values = torch.randn(20, 40, 16, generator=draw).double()

@@ -1,4 +1,4 @@
-"""No secret is in anything that ``verify`` prints or writes, nor in an error of any command.
+"""Absence of secrets from all output of ``verify``, and from errors of all commands.
 
 ``test_doctor`` has the same of ``doctor``, ``test_status`` of ``status``, ``test_verify`` of real
 servers. All look through whatever was printed and every file, so that a new output is seen too.
@@ -33,7 +33,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where commands run, and write, with keys in the environment. A later test has no secrets."""
+    """Yield the folder where commands run, with keys in the environment; clear secrets after."""
     monkeypatch.chdir(tmp_path)
     for variable, value in VARIABLES.items():
         monkeypatch.setenv(variable, value)
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def quoted(flags: list[str]) -> str:
-    """As SGLang's parser and its log quote flags, a JSON document, and whatever reads variables."""
+    """Return an output that quotes flags as SGLang does, with JSON and variables' values."""
     value = flags[-1]
     if value.startswith("-"):
         value = value.partition("=")[2] or value
@@ -55,7 +55,7 @@ def quoted(flags: list[str]) -> str:
 
 
 FOUND = outcome(0.0)
-#: How it ends, by its exit status.
+#: Endings and their exit statuses.
 ENDS: dict[type[Exception] | None, int] = {
     None: 0,  # the servers gave the same answers, and what was found quotes the flags
     servers.WrongPathError: 1,
@@ -72,7 +72,7 @@ def test_nothing_of_verify_has_a_secret(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Captured,
 ) -> None:
-    """However it ends; its page, its document and the end of a server are the real ones."""
+    """This holds however it ends; its page, document and the end of a server are the real ones."""
     flags, log = FLAGS[name], folder / "here" / "server-on.log"
 
     def serve(_: Namespace, document: dict[str, Any]) -> tuple[None, None]:
@@ -132,7 +132,7 @@ def test_nothing_of_verify_has_a_secret(
     ],
 )
 def test_no_secret_is_in_an_error(line: str, folder: Path, capsys: Captured) -> None:
-    """Of this command's own parser, or of an address that is wrong."""
+    """The error is of this command's own parser, or of a wrong address."""
     try:
         status = main(shlex.split(line.replace("MARK", MARK)))
     except SystemExit as refused:
@@ -174,7 +174,7 @@ def test_no_secret_is_in_a_result_of_a_script(name: str, capsys: Captured, folde
         assert not list(places(out=out + command, err=err, folder=folder))
 
 
-# ---------------------------------------------------------------- what is shown, and what is not
+# ---------------------------------------------------------------- redaction
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_names_of_flags_are_shown(flags: str, shown: str) -> None:
 
 
 def test_flags_that_are_shown_have_no_secrets() -> None:
-    """Each takes one value, which is a number, a choice, or a name of what is served."""
+    """Each takes one value: a number, a choice, or a name of what is served."""
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
     known = dict(parser._option_string_actions)
@@ -211,7 +211,7 @@ def test_flags_that_are_shown_have_no_secrets() -> None:
 
 
 def test_reports_keep_their_words() -> None:
-    """Values that are words of reports, and values that are parts of such words."""
+    """Secrets may be words of reports, or parts of such words."""
     values = ["triton", "2", "2048", "bfloat16", "true", "gemma4", "info"]
     redact.learn_secrets([*values, "--quantization", "compressed-tensors"])
     report = "triton, bfloat16, 2 layers of 2048: sglang_gemma4_yoco, server_info, --gemma4"
@@ -230,7 +230,7 @@ def test_another_command_has_other_secrets(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_secrets_as_they_are_quoted(tmp_path: Path) -> None:
-    """Whole, whatever is in it; by another one that it begins with; in parts, of files too."""
+    """They are redacted whole, also when one begins with another, and in parts, in files too."""
     whole, longer, lines = "p@ssword:s,=[w", "first-one-and-more", "a line\nhunter2"
     (tmp_path / "a.yaml").write_text('dtype: half\nother: {a: [ "third-one" ]}  # theirs\n')
     typed = ["--a", whole, "--b", "first-one", "--c", longer, "--d", lines]

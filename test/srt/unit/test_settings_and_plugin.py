@@ -1,4 +1,4 @@
-"""The switch, and what loading does in this process; in new ones: ``server/test_load_faults``."""
+"""Settings, and loading in this process; in new ones: ``server/test_load_faults``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_gemma4_yoco.loading import patch
 
 
 def test_what_a_variable_says_of_its_default_is_true() -> None:
-    """In the words of the documentation: "unset: " is explained where there is no value for it."""
+    """Documentation explains "unset: " where there is no value for it."""
     for name, setting in settings.VARIABLES.items():
         unset = settings.unset(setting)
         explained = "unset: " in setting.metadata["help"]
@@ -65,7 +65,7 @@ def test_load_never_raises(
 
 @pytest.fixture
 def mistype(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Have a module of this package fail when it is imported, as after a typo in it."""
+    """Return a function that makes a module of this package fail at import, as after a typo."""
 
     def mistype(module: Any) -> None:
         folder, _, name = module.__name__.rpartition(".")
@@ -78,7 +78,7 @@ def mistype(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 def test_a_typo_is_not_said_to_be_of_sglang(
     monkeypatch: pytest.MonkeyPatch, mistype: Callable[[Any], None], not_loaded: None
 ) -> None:
-    """A release that lacks something: ``server/test_load_faults``."""
+    """A release that lacks a name is another case: ``server/test_load_faults``."""
     monkeypatch.setenv(settings.SWITCH, "1")
     mistype(patch)
     plugin.load()

@@ -1,4 +1,4 @@
-"""The parts of ``verify``, without a server: prompts, distances, the rule, tables and the page."""
+"""Parts of ``verify``, without a server: prompts, distances, the rule, tables and the page."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_base_model_continues_the_text(tokenizer: Any) -> None:
 
 
 def test_timed_prompts_share_no_first_token(tokenizer: Any) -> None:
-    """Or a prefix cache would hold a part of the next one."""
+    """A prefix cache would have a part of the next one."""
     made = [prompts.make_timed(tokenizer, length, length) for length in range(1, 65)]
     ids = [prompt.body["input_ids"] for prompt in made]
     assert list(map(len, ids)) == list(range(1, 65))
@@ -119,7 +119,7 @@ def test_help_names_the_variable_of_the_key(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_no_prefill_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An audited one answers what stock answers."""
+    """An audited prefill gives stock's answer."""
     monkeypatch.setenv(name_of("audit"), "1")
     server = servers.Server(True, [], 1, tmp_path / "log")
     assert settings.read(server.env).audit == 0
@@ -137,7 +137,7 @@ def test_no_prefill_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_prompt_that_is_longer_than_a_chunk(
     tokenizer: Any, chunk: int, most: int, sent: int | None
 ) -> None:
-    """If chunks are cut at all, and the server takes such a prompt and its new tokens."""
+    """It is sent if chunks are cut at all, and the server takes it and its new tokens."""
     made, document = fitted(tokenizer, [128], chunked_prefill_size=chunk, max_req_input_len=most)
     assert [len(body["input_ids"]) for body in bodies(made, prompts.CHUNKS)] == [sent] * bool(sent)
     assert (prompts.CHUNKS in document["left_out"]) is (sent is None)
@@ -153,7 +153,7 @@ def test_timed_prompts_that_the_server_does_not_take(tokenizer: Any) -> None:
 def fitted(
     tokenizer: Any, lengths: list[int], **info: Any
 ) -> tuple[list[prompts.Prompt], dict[str, Any]]:
-    """The prompts for a server on a CPU that says this of itself, and the document."""
+    """Return the prompts for a server on a CPU with these limits, and the document."""
     server = servers.Server(True, [], 1, Path("none"))
     info = {"chunked_prefill_size": 256, "dtype": "float32"} | info
     documents = {"/server_info": info | {"internal_states": [info]}, "/model_info": {}}
@@ -164,7 +164,7 @@ def fitted(
 
 
 def test_a_key_is_sent_without_the_end_of_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file of variables may give it; with it, it would be no header."""
+    """A file of variables may give a key with one, with which it is no valid header."""
     monkeypatch.setenv(https.API_KEY, "secret\n")
     assert https.make_session("http://example.org").headers["Authorization"] == "Bearer secret"
 
@@ -277,7 +277,7 @@ def test_what_prefills_computed_is_judged_by_itself() -> None:
         assert str(problem).startswith(f"log-probabilities ({told}")
 
 
-# ---------------------------------------------------------------- the whole, and the page
+# ---------------------------------------------------------------- the document, and the page
 
 
 def test_the_document() -> None:
@@ -327,7 +327,7 @@ def test_a_difference_is_named_with_its_kind(
 
 
 def parse_page(**how: Any) -> tuple[ElementTree.Element, str]:
-    """The page as an XML parser reads it, which takes nothing that is not closed; and its text."""
+    """Return the page as parsed by an XML parser, which requires closed tags, and its text."""
     root = ElementTree.fromstring(page.render_page(outcome(**how)))
     [style] = root.iter("style")
     style.text = ""
@@ -411,7 +411,7 @@ raise SystemExit(main(["verify", "--model-path", "./none"]))
 
 
 def test_a_missing_import_is_one_line(tmp_path: Path) -> None:
-    """In an environment that is not the server's."""
+    """The environment may not be the server's."""
     command = [sys.executable, "-c", WITHOUT_PACKAGING]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Python imports this at start where its folder is in PYTHONPATH: in all that the tests start.
+"""Start-up of all Python processes of the tests, whose PYTHONPATH has this folder.
 
 Each process of a server imports some 8000 modules. A fifth of that time it collects garbage among
 what stays anyway, and a test run starts two hundred such processes.
