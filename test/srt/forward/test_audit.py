@@ -109,7 +109,7 @@ def _another_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write no K and V: stock's, which are in the same slots by then, must not pass for them."""
-    monkeypatch.setattr(cut, "write_keys_and_values", lambda *_: None)
+    monkeypatch.setattr(cut, "write_donor_keys_and_values", lambda *_: None)
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -73,7 +73,7 @@ PHASES = {
     "Auditor.__call__": "audit",
     "plan_batch": "planning",
     "PerLayerInputs.project": "layers before the cut",
-    "write_keys_and_values": "K and V",
+    "write_donor_keys_and_values": "K and V",
     "EagerTail.run": "tail",
     "Replay.run": "replay",
     "serve_forward": "the rest of the forward",  # the decision, the scatter, the counters

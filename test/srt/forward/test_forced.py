@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
         function(gemma4, "run_tail", at_the_beginning),
         {f"output of layer {DONOR - 1}"},
     ),
-    "nothing written": (function(cut, "write_keys_and_values", not_written), {KEYS, VALUES}),
+    "nothing written": (function(cut, "write_donor_keys_and_values", not_written), {KEYS, VALUES}),
     **{
         f"keys of layer {layer}, before the cut": (
             module(layer, "self_attn.k_norm", larger),

@@ -36,7 +36,6 @@ from harness.random_batches import PROPERTIES, holds
 from sglang_gemma4_reference.checkpoint import build_tokenizer
 from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.loading import patch
 from sglang_gemma4_yoco.models import registry
 
@@ -99,15 +98,6 @@ def test_on_equals_off(engine: Engine, prompts: list[Prompt]) -> None:
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_random_batches(engine: Engine, name: str) -> None:
     holds(engine, PROPERTIES[name], longest=200, most=5, examples=5, floor=5)
-
-
-def test_what_is_known_where_no_runner_has_started_it(engine: Engine) -> None:
-    """Another program may have built the model."""
-    state_of(engine).close()
-    adapter: Any = get_state(engine.text_model).adapter
-    assert adapter is third_yoco
-    engine.runner.init_attention_backends()
-    assert_fast(engine)
 
 
 def test_embeddings_are_restored_after_a_failure(engine: Engine) -> None:

@@ -225,7 +225,9 @@ BREAKAGES: Mapping[str, Breakage] = {
     "the norm left out": _layers_run(_no_norm),
     "scattered one row off": _wrong(cut, "finish_prefill", _scattered),
     "one layer skipped": _layers_run(_skipped_layer),
-    "chunks' keys and values not written": _wrong(cut, "write_keys_and_values", _never_written),
+    "chunks' keys and values not written": _wrong(
+        cut, "write_donor_keys_and_values", _never_written
+    ),
     **{
         f"a stale input of graphs: {name}": partial(_stale, name=name)
         for name in ("rows", "positions", "requests", "lengths", "embeds", "embedded")

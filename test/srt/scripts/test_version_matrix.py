@@ -34,7 +34,7 @@ def test_everything_names_the_same_newest_release() -> None:
     assert f"ARG SGLANG=v{NEWEST}\n" in (environment.REPO / "Dockerfile").read_text()
     readme = (environment.REPO / "README.md").read_text()
     for words in (
-        f"SGLang ({OLDEST} or later; tested with {OLDEST} to {NEWEST})",
+        f"Requires SGLang {OLDEST} or {NEWEST}.",
         f"With SGLang {NEWEST}, for Gemma 4",
         f"was tested with {NEWEST} alone",
         f"`.venv` with SGLang {NEWEST}",

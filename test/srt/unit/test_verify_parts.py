@@ -406,7 +406,7 @@ WITHOUT_PACKAGING = """
 import sys
 sys.modules["packaging"] = None
 from sglang_gemma4_yoco.commands.main import main
-raise SystemExit(main(["verify", "--model-path", "./none"]))
+raise SystemExit(main(["verify", "--model-path", "none"]))
 """
 
 
