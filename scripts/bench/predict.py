@@ -23,7 +23,7 @@ import sys
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import product
 from operator import getitem
@@ -49,20 +49,37 @@ def new_case(**about: Any) -> Any:
     from scripts.bench.prefill_model import MODEL
 
     case = SimpleNamespace(**MODEL["case"] | about)
-    if case.file:
-        document = json.loads((RESULTS / case.file).read_text())
-        case.off, case.on = (reduce(getitem, path, document) for path in (case.off, case.on))
     if case.off:
         case.ratio = case.off / case.on
     return case
+
+
+def read_results(entry: Mapping[str, Any]) -> list[Any]:
+    """Return the measurements in a result file, one for each length that ``entry`` lists."""
+    document = json.loads((RESULTS / entry["file"]).read_text())
+    points = {}
+    for point in document["points"]:
+        length = document.get("prompt")  # of a server's load
+        if "load" in point:
+            length = point["load"]["length"]
+        points[length] = point
+    cases = []
+    for tokens in entry["tokens"]:
+        off, on = (reduce(getitem, entry[side], points[tokens]) for side in ("off", "on"))
+        about = {"model": document["model"], "tokens": tokens, "off": off, "on": on}
+        cases.append(new_case(**{**entry, **about}))
+    return cases
 
 
 def list_cases() -> list[Any]:
     """Return our own measurements and those of others."""
     from scripts.bench.prefill_model import MODEL
 
+    cases = []
+    for entry in MODEL["own"]:
+        cases += read_results(entry)
     published = tomllib.loads((BENCHMARK / "published.toml").read_text())["measured"]
-    return [new_case(**entry) for entry in MODEL["own"] + published]
+    return cases + [new_case(**entry) for entry in published]
 
 
 def fit(cases: Sequence[Any]) -> Any:
