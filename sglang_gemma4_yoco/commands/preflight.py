@@ -12,7 +12,7 @@ from sglang.srt import runtime_context, server_args
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.commands.console import CommandError, Report
+from sglang_gemma4_yoco.commands.console import CommandError, Report, check_directory
 from sglang_gemma4_yoco.commands.redact import show_flags
 from sglang_gemma4_yoco.compat.backends import READ, RUN, list_flags
 from sglang_gemma4_yoco.core.model import TextModelAdapter
@@ -68,6 +68,7 @@ def _model(
     """Return the model's config, and what knows the model if it has a KV-shared tail."""
     report.begin("Model")
     report.add("path", args.model_path, model=args.model_path)
+    check_directory(args.model_path)
     with _explain(f"the model {args.model_path} cannot be read"):
         config = ModelConfig.from_server_args(args)
     text = config.hf_text_config

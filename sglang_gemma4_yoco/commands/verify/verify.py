@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, counters
-from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, say
+from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, check_directory, say
 from sglang_gemma4_yoco.commands.redact import redact, show_flags
 from sglang_gemma4_yoco.commands.verify import page, servers
 from sglang_gemma4_yoco.commands.verify import prompts as kinds
@@ -307,9 +307,7 @@ def serve_both(
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise CommandError for what is wrong before anything is started or written."""
-    model = args.model_path
-    if model.startswith(("/", ".", "~")) and not Path(model).exists():
-        raise CommandError(f"the model's directory {model} does not exist")
+    check_directory(args.model_path)
     for flag in args.flags:
         if f"{flag} ".startswith(_OWN_FLAGS):
             raise CommandError(
