@@ -6,8 +6,8 @@ prefill"). In prefill they therefore need only the rows whose output is used: no
 of each request. This package patches SGLang's ``Gemma4TextModel`` and ``Gemma3nTextModel`` at run
 time so that all other rows skip those layers.
 
-SGLang loads it by itself through the ``sglang.srt.plugins`` entry point; ``SGLANG_GEMMA4_YOCO=0``
-turns it off. Importing this module imports neither torch nor SGLang.
+SGLang loads it through the ``sglang.srt.plugins`` entry point; ``SGLANG_GEMMA4_YOCO=0`` turns it
+off. Importing this module imports neither torch nor SGLang.
 
 The path of one prefill. S is the first KV-shared layer of L; layer S-1, the donor (KV source
 layer), is the last one with K and V of its own. Layers S-1 to L-1 are the tail (the
@@ -16,7 +16,7 @@ cross-decoder)::
     1  SGLang plans the batch's attention. Then core/plan.py decides on the batch. If it is eligible
        (core/eligibility.py) and worth cutting (core/worth.py), its Plan is stored on it: the kept
        rows (core/kept_rows.py), the tail's view of the batch (core/tail_batch.py), and the runner
-       of the tail, on an attention backend of the tail's own (core/tail.py).
+       of the tail, on the tail's own attention backend (core/tail.py).
     2  SGLang calls the model. core/forward.py takes the plan from the batch.
     3  core/cut.py runs layers 0 .. S-2 on all rows, in the model's own loop.
     4  K and V of layer S-1 are written for all rows.

@@ -32,9 +32,7 @@ AGREES, DIFFERS = "agrees", "differs"
 
 @dataclass
 class Audits:
-    """Audits that agreed with stock up to rounding, and that did not; the largest error, in
-    multiples of the tolerance.
-    """
+    """Audits by result, and their largest error in multiples of the tolerance."""
 
     agree: int = 0
     differ: int = 0
@@ -91,7 +89,7 @@ class Counters:
             log.log_once(f"Gemma 4 fast prefill falls back to stock: {refusal}")
 
     def count_unseen(self, rows: int) -> None:
-        """Count an eligible prefill that other code ran; warn of many."""
+        """Count an eligible prefill that other code ran; warn once there are many."""
         self._count_forward(UNSEEN, rows)
         if self.is_unused():
             log.log_once(

@@ -34,7 +34,7 @@ def log_error(line: str) -> None:
 def log_failure(line: str, error: Exception) -> None:
     """Log ``line`` and the error with its traceback, once per type and place of the error.
 
-    The message does not count: it may vary, for example in a size.
+    The error's message is not part of the key: it may vary, for example by a size.
     """
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     kind = (line, type(error), *((frame.filename, frame.lineno) for frame in raised))

@@ -9,7 +9,7 @@ _ABSENT = object()
 
 @contextmanager
 def patched(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Give ``owner`` these attributes in the ``with`` block, then restore the old ones.
+    """Set these attributes on ``owner`` in the ``with`` block, then restore the old ones.
 
     They go into the instance's ``__dict__``, where ``nn.Module.__call__`` finds a method before the
     class's; other instances and the class are untouched. ``owner`` is an object of SGLang or

@@ -14,7 +14,7 @@ SWITCH = "SGLANG_GEMMA4_YOCO"
 
 
 class SettingType(NamedTuple):
-    """The type of a setting: its values in words, their pattern, and their parser."""
+    """The type of a setting: a description of its values, their pattern, and their parser."""
 
     accepted: str
     pattern: str
@@ -111,7 +111,7 @@ def unset(setting: Field[Any]) -> str:
 
 
 def parse(variable: str, value: str) -> bool | int | tuple[str, ...]:
-    """Parse a variable's value; raise a ``ValueError`` that says what it accepts."""
+    """Parse a variable's value; raise ``ValueError`` with the accepted values if it is invalid."""
     setting = VARIABLES[variable]
     kind: SettingType = setting.metadata["kind"]
     if re.fullmatch(kind.pattern, value):

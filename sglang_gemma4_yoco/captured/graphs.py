@@ -81,7 +81,7 @@ class Inputs:
         return compat.batch.make_decode_step(self.requests, self.lengths, self.positions)
 
     def fill(self, **tensors: torch.Tensor | None) -> None:
-        """Copy these tensors into the inputs of the same names; one that is None stays so.
+        """Copy these tensors into the inputs of the same names; inputs that are None are skipped.
 
         Per-layer embeddings are those of all layers, [n, L, width].
         """
@@ -114,7 +114,7 @@ class Replay:
     """A graph, planned for the tail of one batch; a ``TailRunner``.
 
     Attributes:
-        inputs: the graph's, of the kept rows.
+        inputs: the graph's static inputs of the kept rows.
         index: [B], the kept rows.
     """
 
@@ -156,7 +156,7 @@ class Bucket:
         self._tail.captured.capture_one(self.rows, self._run)
 
     def plan(self, live: Any, index: torch.Tensor) -> Replay:
-        """Plan the rows ``index`` [B] of a batch, one of each request."""
+        """Plan the rows ``index`` [B] of a batch, one per request."""
         rows = index.shape[0]
         inputs = self._tail.inputs[rows]
         inputs.fill(requests=live.req_pool_indices, lengths=live.seq_lens)
@@ -170,7 +170,7 @@ class Bucket:
         return Replay(self, inputs, index)
 
     def replay(self) -> torch.Tensor:
-        """Replay the graph once it is planned: [rows, hidden], which the next replay overwrites."""
+        """Replay the planned graph; return [rows, hidden], which the next replay overwrites."""
         output: torch.Tensor = self._tail.captured.replay(self.rows, None)
         return output
 
@@ -220,7 +220,7 @@ class TailGraphs:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture all buckets, the largest first; ``close`` is due even if this raises."""
+        """Capture all buckets, the largest first; call ``close`` even if this raises."""
         # Without drafts: SGLang allocates masks to verify them, which the tail does not read.
         without_drafts = patched(self.backend, num_draft_tokens=None)
         with without_drafts, compat.attention.widen_window(self.backend):

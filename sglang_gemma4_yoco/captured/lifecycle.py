@@ -24,7 +24,7 @@ _UNSUPPORTED = {
     "enable_memory_saver": "memory may be taken away and given back",
     "enable_symm_mem": "collectives need memory of their own",
     "disable_cuda_graph_padding": "rows must not be padded",
-    # While SGLang replays none of them.
+    # It lends the memory while it replays none of its own graphs.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": "SGLang lends the memory of its graphs",
 }
 

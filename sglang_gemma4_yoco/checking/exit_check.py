@@ -24,9 +24,10 @@ NOT_TAKEN = "the prefill of the check has not left at an exit"
 
 
 def check_exits(runner: Any, state: ModelState) -> CheckResult:
-    """Compare a synthetic prefill that leaves at an exit, on an idle ``ModelRunner``.
+    """Compare a synthetic prefill that leaves at an exit with its full replay.
 
-    It is a prompt; without a captured tail, where prompts leave at no exit, an intermediate chunk.
+    It finishes its prompts; without a captured tail it is an intermediate chunk, since only these
+    leave at an exit then. The ``ModelRunner`` must be idle.
     """
     if not settings.current.self_check:
         return self_check.NOT_WANTED

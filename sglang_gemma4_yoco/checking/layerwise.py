@@ -46,7 +46,7 @@ _OF_VALUES = 4.0
 # Root mean square of r roundings on each side: 0.27 * sqrt(r). A GPU may sum a product in up to 16
 # parts, and round the sum after each: 8 more of the whole sum's size. So r is 5 + 8 of per-layer
 # inputs (projected, scaled, normed, added, scaled), and 3 + 8 of queries and keys (projected,
-# normed, turned).
+# normed, rotated).
 _PROJECTED = Tolerance()
 _WEIGHTED = Tolerance(of_rows=True, floor=_OF_VALUES)
 # The tolerances of the other steps.
@@ -85,7 +85,7 @@ class Stock:
     keys: KeysAndValues = ()
 
     def of_rows(self, chosen: Any) -> Stock:
-        """Return the same for some of the kept rows, by their places among them, [n]."""
+        """Return a copy for some of the kept rows, by their indices among them, [n]."""
         places = torch.as_tensor(chosen, device=self.index.device)
         kept = {step: rows[places] for step, rows in self.kept.items()}
         return replace(self, index=self.index[places], kept=kept)

@@ -24,7 +24,8 @@ _TF32 = 2.0**-10  # Triton's products round fp32 to it on a GPU
 _ONE_ROW = 6.0
 # Bounds of the drift, the common part of N errors, which makes all numbers larger or smaller.
 # Roundings go up and down, which leaves 1 / sqrt(N); three times that, since large ones weigh more
-# and some run is the worst. Relative to ``size`` too: rounding may dominate a sum that cancels.
+# and the bound must hold in every run. Relative to ``size`` too: rounding may dominate a sum that
+# cancels.
 _DRIFT, _OF_FEW = 1 / 16, 3.0
 # A number near 0 still has the rounding errors of its terms; see ``measure_sizes``.
 _FLOOR = 0.25
@@ -114,7 +115,7 @@ def compare_rows(
     Args:
         of_scores: for a softmax over scores, the relative error due to the scores' errors; all
             channels of a row share it.
-        given: [..., channels], the input that the step adds to, whose size the errors have too.
+        given: [..., channels], the input that the step adds to; errors also scale with its size.
         rounded: the tensor that was rounded, if of another type: SGLang computes fp32 logits from
             bf16 rows. None for ``expected``.
     """
@@ -157,8 +158,8 @@ def measure_sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Return root mean squares of ``values`` [..., channels] over ``dim`` of [rows, channels].
 
     They are at least about a quarter of the median: a sum that cancels still has the rounding
-    errors of its terms. If a head averages values of size 1 to 0.01, its errors are those of the
-    values, a hundred times as large as its own.
+    errors of its terms. If a head averages values of size 1 to a result of 0.01, the errors are
+    those of the values, a hundred times what the size of the result suggests.
     """
     squares = values.float().flatten(0, -2).square().mean(dim=dim, keepdim=True)
     return (squares + _FLOOR**2 * squares.median()).sqrt()

@@ -36,7 +36,7 @@ class Request:
     """One synthetic request."""
 
     row: int  # in SGLang's table of tokens
-    cached: int  # tokens that precede the new ones
+    cached: int  # tokens before the new ones
     ids: torch.Tensor  # [new] int64
     slots: torch.Tensor  # [cached + new] int64, in the full pool
     window_slots: torch.Tensor  # the same tokens', in the window's pool
@@ -112,7 +112,7 @@ class SyntheticRequests:
 def make_synthetic_requests(
     runner: Any, state: ModelState, lengths: Sequence[Lengths] = ()
 ) -> Iterator[SyntheticRequests]:
-    """Yield requests to run on the current path, which skips every row that it can.
+    """Yield requests to run; in the block one row to skip is enough for a batch to be cut.
 
     Args:
         runner: SGLang's ``ModelRunner``; nothing else reads or writes its pools meanwhile.
@@ -132,7 +132,7 @@ def make_synthetic_requests(
     if mapping is not None:
         places.append(mapping[:end])
     each = settings.changed(min_skipped_rows=1)
-    # SGLang's scheduler would mistake it for the event of its own batch.
+    # SGLang's scheduler would take the event of these forwards for that of its own batch.
     own_event = patched(runner, shared_read_done_event=None)
     with torch.no_grad(), each, own_event, restore_afterwards(places):
         for r in requests:

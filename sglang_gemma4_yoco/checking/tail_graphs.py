@@ -37,7 +37,7 @@ def check_graphs(tail: TailGraphs, runner: Any) -> str | None:
     Returns:
         The reason why none of them may be used, or None.
     """
-    for size in tail.rows:  # ascending: the next one takes over a dropped one's rows as padding
+    for size in tail.rows:  # ascending: the next larger graph serves the rows of a dropped one
         try:
             largest = rounding.find_worst(compare_graph(tail, runner, size))
         except NotComparableError as why:

@@ -1,1 +1,1 @@
-"""The operator's commands. None runs in a server; SGLang is imported only where one must."""
+"""The operator's commands. None runs in a server; SGLang is imported only where it is needed."""

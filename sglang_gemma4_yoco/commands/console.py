@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from sglang_gemma4_yoco.commands.redact import redact
 
-#: What --json always has, beside the verdict; null where it was not determined.
+#: The entries that --json always has, beside the verdict; null if unknown.
 ENTRIES = (
     *("version", "sglang", "torch", "python", "settings", "plugins"),
     *("model", "layers", "first_shared", "quantisation", "attention"),
@@ -15,7 +15,7 @@ ENTRIES = (
 
 NO_SGLANG = "no SGLang is installed here; run this where the server runs"
 
-# Of ``doctor``, by its exit status.
+# The verdicts of ``doctor``, by its exit status.
 _ACTIVE = (True, False, None)
 _VERDICTS = (
     "It would be active.",
@@ -25,14 +25,14 @@ _VERDICTS = (
 
 
 class CommandError(Exception):
-    """A command cannot go on, for this reason."""
+    """A command cannot continue; the message has the reason."""
 
 
 def say(content: Any, file: TextIO | None = None, indent: int | None = None) -> None:
-    """Print a line or a JSON document at once, also into a pipe; on stdout, or into a file.
+    """Print a line or a JSON document without secrets, and flush it; to stdout, or into a file.
 
     Args:
-        indent: of the document; without it, it is one line.
+        indent: the document's indentation; None for one line.
     """
     shown = redact(content)
     if not isinstance(shown, str):
@@ -41,20 +41,20 @@ def say(content: Any, file: TextIO | None = None, indent: int | None = None) -> 
 
 
 def check_directory(model: str) -> None:
-    """Raise CommandError for a path that does not exist; SGLang would ask Hugging Face for it."""
+    """Raise CommandError if a path does not exist; SGLang would ask Hugging Face for it."""
     if model.startswith(("/", ".", "~")) and not Path(model).exists():
         raise CommandError(f"the model's directory {model} does not exist")
 
 
 def quote_end(log: Path) -> str:
-    """The end of a log file, for an error message."""
+    """Return the end of a log file, for an error message."""
     last = log.read_text(errors="replace").splitlines()[-25:]
     return "\n  | ".join([f"\nThe end of {log}:", *last])
 
 
 @dataclass
 class Report:
-    """``doctor``'s entries, reasons why the path would not be active, unknowns, and report."""
+    """``doctor``'s JSON entries, reasons for not being active, unknowns, and lines of text."""
 
     entries: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(ENTRIES))
     refusals: list[str] = field(default_factory=list)
@@ -66,18 +66,18 @@ class Report:
         self.lines.append(f"\n== {part}")
 
     def add(self, label: str, text: str, **entries: Any) -> None:
-        """Add a line to the report, and entries."""
+        """Add a line of text, and JSON entries."""
         self.lines.append(f"  {label:<20}  {text}".rstrip())
         self.entries |= entries
 
     def refuse(self, refusal: object | None) -> None:
-        """Add a reason why the path would not be active, if there is one, and it is new."""
+        """Add a reason why the path would not be active; ignore None and repetitions."""
         if refusal is not None and str(refusal) not in self.refusals:
             self.refusals.append(str(refusal))
 
     @property
     def exit_status(self) -> int:
-        """0: the path would be active, 1: not, 2: that cannot be determined."""
+        """0 if the path would be active, 1 if not, 2 if that cannot be determined."""
         if self.refusals:
             return 1
         if self.unknowns:
@@ -85,7 +85,7 @@ class Report:
         return 0
 
     def show(self, as_json: bool) -> None:
-        """Print all of it, for a program or for people."""
+        """Print the report, as JSON or as text."""
         status, reasons = self.exit_status, [*self.refusals, *self.unknowns]
         if as_json:
             judged = {"active": _ACTIVE[status], "reason": next(iter(reasons), None)}

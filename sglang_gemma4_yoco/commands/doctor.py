@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from sglang_gemma4_yoco import __version__, plugin, settings
 from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, Report
 
-#: SGLang's own: the plugins that it loads, by their names with commas between; unset for all.
+#: SGLang's variable with the names of the plugins to load, separated by commas; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"
 
 
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, report; returns the exit status."""
+    """Examine and report; return the exit status."""
     report, unseen = Report(), io.StringIO()
     try:
         _versions(report)
@@ -75,7 +75,7 @@ def _settings(report: Report) -> None:
             continue
         report.add(name, value)
         try:
-            # Other settings may be 0 as well, and the path is on all the same.
+            # Other settings that are 0 do not turn the path off.
             if settings.parse(name, value) is False and name == settings.SWITCH:
                 report.refuse(f"{name}={value}")
         except ValueError as invalid:
@@ -86,7 +86,7 @@ def _settings(report: Report) -> None:
 
 
 def _discovery(report: Report) -> None:
-    """Would SGLang find the plugin, and load it?"""
+    """Report whether SGLang would find and load the plugin."""
     report.begin("Plugins")
     found = sorted(entry.name for entry in entry_points(group=plugin.GROUP))
     allowed = os.environ.get(RESTRICTION) or None

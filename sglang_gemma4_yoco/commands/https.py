@@ -1,4 +1,4 @@
-"""An HTTP client for servers, and why one gave no answer."""
+"""An HTTP client for servers, and explanations of failed requests."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ NO_REQUESTS = "the module requests is not installed here; run this where the ser
 
 
 def make_session(url: str, key: str | None = None) -> requests.Session:
-    """An HTTP client for a server, with its API key; to this machine it uses no proxy."""
+    """Return an HTTP client for a server, with its API key; without a proxy for this machine."""
     try:
         import requests  # both come with SGLang
         import urllib3
     except ImportError as missing:
         raise CommandError(NO_REQUESTS) from missing
-    urllib3.disable_warnings()  # of a certificate that is not to be checked
+    urllib3.disable_warnings()  # about certificates that are not checked
     client = requests.Session()
     client.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1", "0.0.0.0")
-    client.headers["Connection"] = "close"  # an idle connection may be closed as it is used again
+    client.headers["Connection"] = "close"  # an idle connection may close while it is reused
     if key := (key or os.environ.get(API_KEY, "")).strip():
         client.headers["Authorization"] = f"Bearer {key}"
     return client
 
 
 def explain_failure(failure: BaseException) -> str:
-    """Return why a request has failed, and the remedy, in one line."""
+    """Return why a request failed, and the remedy, in one line."""
     cause = failure
     while deeper := cause.__cause__ or cause.__context__:
         cause = deeper

@@ -1,4 +1,4 @@
-"""``sglang-gemma4-yoco``: one command, each in a module: its help, its options, and ``run``."""
+"""``sglang-gemma4-yoco``: each subcommand is a module with its help, its options and ``run``."""
 
 import argparse
 import signal
@@ -15,10 +15,10 @@ from sglang_gemma4_yoco.commands.verify import verify
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors quote no value."""
+    """A parser whose errors quote no secrets."""
 
     def error(self, message: str) -> NoReturn:
-        """End the command."""
+        """Print the message and exit."""
         shown = redact(message)
         if shown.startswith("unrecognized arguments"):
             shown += " (`doctor` and `verify` take a server's flags after `--`)"
@@ -26,9 +26,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_on_signals() -> None:
-    """Turn signals into an exception, so that the command stops whatever it has started.
+    """Raise ``SystemExit`` on signals, so that the command stops everything it has started.
 
-    Those that are ignored stay so, as ``nohup`` has it.
+    Ignored signals stay ignored, for example under ``nohup``.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -36,11 +36,11 @@ def exit_on_signals() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status, 2 where it could not do its work."""
+    """Run one command; return the exit status, 2 if it could not do its work."""
     words = argv
     if words is None:
         words = sys.argv[1:]
-    # For the parser's own errors, which show the first word as they show a model: it may be a
+    # For the parser's own errors. The first word is shown, like a model's name: it may be a
     # misspelt command.
     learn_secrets(["--model", *words])
     parser = Parser(

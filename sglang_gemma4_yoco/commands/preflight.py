@@ -1,6 +1,6 @@
 """The part of ``doctor`` that needs SGLang: the model, and the server's flags.
 
-Flags are judged by the code that judges them in a server.
+Flags are checked by the code that checks them in a server.
 """
 
 import io
@@ -26,7 +26,7 @@ _QUANTISING = ("modelopt_quant", "quantize_and_serve", "rl_quant_profile")
 
 
 def examine(report: Report, flags: Sequence[str]) -> None:
-    """Add everything that needs SGLang, which has loaded its plugins."""
+    """Add the entries that need SGLang; its plugins must have been loaded."""
     report.entries["plugins"]["installed"] = patch.installed
     untested = unsupported.find_release_reason()
     if untested is not None:
@@ -49,7 +49,7 @@ def examine(report: Report, flags: Sequence[str]) -> None:
 
 @contextmanager
 def _explain(problem: str) -> Iterator[None]:
-    """Raise CommandError for what SGLang raises, of whatever kind, and where it would exit."""
+    """Raise CommandError if SGLang raises any exception, or exits."""
     try:
         with redirect_stderr(io.StringIO()) as printed:
             yield
@@ -65,7 +65,7 @@ def _explain(problem: str) -> Iterator[None]:
 def _model(
     report: Report, args: server_args.ServerArgs
 ) -> tuple[ModelConfig, TextModelAdapter | None]:
-    """Return the model's config, and what knows the model if it has a KV-shared tail."""
+    """Return the model's config, and its adapter if it has a KV-shared tail."""
     report.begin("Model")
     report.add("path", args.model_path, model=args.model_path)
     check_directory(args.model_path)
@@ -93,7 +93,7 @@ def _model(
 def _server(
     report: Report, config: ModelConfig, adapter: TextModelAdapter, args: server_args.ServerArgs
 ) -> None:
-    """Resolve the arguments by SGLang, as in a server's scheduler; nothing is started."""
+    """Resolve the arguments as a server's scheduler does, and check them; start nothing."""
     ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
     with _explain("SGLang does not resolve these flags on this machine"):
         args.resolve_once()
@@ -107,7 +107,7 @@ def _server(
 
 
 def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
-    """Refuse flags with whose prefill graphs SGLang would stop."""
+    """Refuse flags for prefill graphs with which SGLang would not start."""
     backend = compat.server.get_cuda_graph_backend("prefill")
     if backend is None or compat.release.is_newer_than_tested():
         return
@@ -124,7 +124,7 @@ def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
 
 
 def _judge(report: Report, adapter: TextModelAdapter, argument: Any) -> None:
-    """Judge what the flags alone decide, by a server's own code; the rest is settled at start."""
+    """Check the flags with a server's own code; the rest is known only when a server starts."""
     if compat.server.has_fast_prefill() and not argument(compat.server.FAST_PREFILL):
         report.add("fast prefill", "this package's serves: SGLang's own is off")
     if argument("model_impl") == "transformers":
@@ -157,7 +157,7 @@ def _judge(report: Report, adapter: TextModelAdapter, argument: Any) -> None:
 
 
 def _judge_classes(report: Report, architectures: Sequence[str]) -> None:
-    """Judge the class that SGLang would load, and its own classes as plugins have left them."""
+    """Check the class that SGLang would load, and SGLang's own, which plugins may have changed."""
     from sglang.srt.models.registry import ModelRegistry  # it imports all models
 
     with _explain(f"SGLang loads no {' or '.join(architectures)} here"):

@@ -1,8 +1,8 @@
-"""Redaction: which flags commands show, and what they replace in all their output.
+"""Redaction: the flags that commands show, and the secrets that they replace in their output.
 
-Shown are the names of flags, and the values without which a report cannot be read. SGLang's errors
-and a server's log quote other values, and keys. ``learn_secrets`` collects these when a command
-starts, and ``redact`` replaces them wherever text leaves the command. Standard library only.
+Commands show the names of flags, and the values without which a report cannot be read. SGLang's
+errors and a server's log quote other values, and keys. ``learn_secrets`` collects these when a
+command starts, and ``redact`` replaces them in all output. Standard library only.
 """
 
 import os
@@ -26,20 +26,20 @@ SHOWN = (
 
 _NAME = re.compile("--[a-z][a-z0-9_-]*")
 _KEY = re.compile("(?i)secret|password|passphrase|credential|(key|keys|token|tokens|pass|_pwd)$")
-# What may be quoted alone of several words, of JSON, or of an address.
+# The parts of a text, of JSON or of an address that may be quoted alone.
 _PART = re.compile(r"[^\s\"'{}\[\],:=@\\]+")
 # Not replaced: reports have such words and numbers too.
 _PLAIN = re.compile(
     r"(?is)\s*|.{1,3}|[-+.\d]{1,9}|https?|auto|b?float\d+|cuda|default|false|none|null|triton|true"
 )
-# Replaced in any address: who logs in, and a query.
+# Replaced in every address: user name, password, and query.
 _ADDRESS = re.compile(r"(?<=://).+(?=@)|(?<=\?)[^\s\"'<>]*=[^\s\"'<>]*")
 
-_secrets: list[str] = []  # of this process's command: patterns, that of the longest first
+_secrets: list[str] = []  # patterns of this process's secrets, the longest secret first
 
 
 def show_flags(flags: Iterable[str]) -> str:
-    """The names of a server's flags, with the values of ``SHOWN``, for a shell."""
+    """Return the names of a server's flags, with the values of ``SHOWN``, quoted for a shell."""
     shown, _ = _split(flags)
     return shlex.join(shown)
 
@@ -55,14 +55,14 @@ def learn_secrets(flags: Sequence[str]) -> None:
     _secrets.clear()
     for secret in sorted(found, key=len, reverse=True):
         if not _PLAIN.fullmatch(secret):
-            # A word of its own; what Python writes for the end of a line may precede it. What is
-            # before it is looked at last: a pattern that begins with a text is found fast.
+            # A whole word; an escaped line end may precede it. The text comes before the lookbehind
+            # because a pattern that begins with literal text is found fast.
             text = re.escape(secret)
             _secrets.append(rf"{text}(?:(?<![\w-]{text})|(?<=\\[nrt]{text}))(?![\w-])")
 
 
 def redact(value: Any) -> Any:
-    """A text, or all texts of a JSON document but its keys, with ``...`` for each secret."""
+    """Return a text, or a JSON document except for its keys, with ``...`` for each secret."""
     if isinstance(value, str):
         value = _ADDRESS.sub("...", value)  # first: a secret may be a part of one
         for secret in _secrets:
@@ -93,8 +93,8 @@ def _split(flags: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _read_config(flags: Sequence[str]) -> list[str]:
-    """The flags in the file of SGLang's ``--config``."""
-    with suppress(Exception):  # there is none, or it is no such file: then SGLang says so
+    """Return the flags in the file of SGLang's ``--config``, if it can be read."""
+    with suppress(Exception):  # SGLang reports a missing or invalid file
         import yaml  # comes with SGLang
 
         file = flags[flags.index("--config") + 1]

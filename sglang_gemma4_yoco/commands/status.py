@@ -12,7 +12,7 @@ from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.https import API_KEY, explain_failure, make_session
 from sglang_gemma4_yoco.settings import SWITCH
 
-#: What the package adds to the internal state of each scheduler.
+#: The package's key in the internal state of each scheduler.
 ENTRY = "gemma4_yoco"
 NO_ENTRY = (
     f"the server has no entry {ENTRY}. Likely reasons: it is switched off ({SWITCH}=0); the "
@@ -21,9 +21,9 @@ NO_ENTRY = (
     "prefill` in the server's log)"
 )
 NO_SCHEDULERS = "the server names no scheduler"
-# How the outcomes of prefills that were cut begin.
+# Prefixes of the outcomes of cut prefills.
 _CUT = ("active_", "exit_")
-# By verdict the exit status, and the last line.
+# Verdict -> exit status and last line.
 _VERDICTS = {
     True: (0, "The fast path is active{}"),
     False: (1, "The fast path is NOT active: {}"),
@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Query the server, and report; returns the exit status."""
+    """Query the server and report; return the exit status."""
     sglang, states = schedulers(args)
     active, reason = verdict(states)
     status, line = _VERDICTS[active]
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verdict(states: list[dict[str, Any] | None]) -> tuple[bool | None, str | None]:
-    """Return True if the path is active on every scheduler, and else the first reason.
+    """Return True if the path is active on every scheduler; else False or None, and the reason.
 
-    None where no scheduler says that it is not, and not all of them say that it is.
+    False if a scheduler reports that it is not active; None if some of them report nothing.
     """
     known = list(filter(None, states))
     for state in known:
@@ -93,14 +93,17 @@ def _describe_counts(states: list[Any]) -> str:
 
 
 def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | None]]:
-    """A server's SGLang, and the state of each scheduler; CommandError where none answers."""
+    """Return a server's SGLang version, and each scheduler's entry; raise CommandError on failure.
+
+    The entry is None for a scheduler without one.
+    """
     url = args.url
     if "://" not in url:
         url = f"http://{url}"
     address = f"{url.rstrip('/')}/server_info"
     trusted = not args.insecure and (args.cacert or True)
     try:
-        # As an argument: variables have precedence over what a session has.
+        # As an argument: environment variables override a session's own setting.
         reply = make_session(url, args.api_key).get(address, timeout=30, verify=trusted)
     except (OSError, ValueError) as failure:  # ValueError: it is no URL
         raise CommandError(f"{url}: {explain_failure(failure)}") from None

@@ -27,7 +27,7 @@ class Backend(NamedTuple):
 
     Attributes:
         model: as the documents call it.
-        path: of the class in SGLang 0.5.22 and 0.5.23, with its module.
+        path: the class's module and name in SGLang 0.5.22 and 0.5.23.
         flags: the values of ``--attention-backend`` for which SGLang builds it for this model.
         prefills: ``RUN``, ``READ`` or ``STOCK``.
         tests: files below ``test/srt``, or tests in them. They show that the class is correct; if
@@ -60,7 +60,7 @@ ASCEND = "sglang.srt.hardware_backend.npu.attention.ascend_backend.AscendAttnBac
 AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
 FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend"
 
-#: Of SGLang 0.5.23, where the window and the shape of what is returned were read.
+#: The lines of SGLang 0.5.23 that were read for the window and the shape of the output.
 LINES = {
     TRTLLM: "1678, 1691, 1958 and 2035",
     FA: "1558 to 1568, 2064, 2137 to 2147 and 2416",

@@ -13,13 +13,13 @@ MARKS_CHUNKS = hasattr(ForwardBatch, "contains_last_prefill_chunk")
 
 
 def mark_chunk(batch: Any, *, finishes: bool) -> None:
-    """Mark whether some prompt ends in a batch, if this SGLang does so."""
+    """Mark whether some prompt ends in a batch, if this SGLang marks batches."""
     if MARKS_CHUNKS:
         batch.contains_last_prefill_chunk = finishes
 
 
 def get_captured_hidden_states() -> Any:
-    """Return the hidden states that every batch of this server returns."""
+    """Return the ``CaptureHiddenMode`` of every batch of this server."""
     return forward_batch_info.get_server_return_hidden_states_mode()
 
 
@@ -28,7 +28,7 @@ def make_decode_step(requests: torch.Tensor, lengths: torch.Tensor, positions: t
 
     Args:
         requests: [n], their rows in SGLang's table of tokens.
-        lengths: [n], tokens of each.
+        lengths: [n], tokens of each request.
         positions: [n].
     """
     size = requests.shape[0]

@@ -39,7 +39,7 @@ class ExitPoint(NamedTuple):
     segments overwrite it.
     """
 
-    segments: int  # of the graph that run before it
+    segments: int  # number of the graph's segments before it
     rows: torch.Tensor  # [bucket, hidden], the residual at the input of layer S-1
     keys: torch.Tensor  # [bucket, kv_heads, head_dim], that layer's
     values: torch.Tensor
@@ -57,7 +57,7 @@ def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None
 
     Args:
         model: a ``Gemma4TextModel``.
-        config: of the multimodal model around it.
+        config: the config of the multimodal model around it.
         attention: the ``RadixAttention`` of layer S-1.
     """
     stock, attend = model.forward, attention.forward

@@ -129,7 +129,7 @@ def _missing() -> Iterator[str]:
 
 
 def check_names() -> None:
-    """Raise IncompatibleError, with the remedy, if a symbol is missing."""
+    """Raise ``IncompatibleError``, with the remedy, if a symbol is missing."""
     missing = "; ".join(_missing())
     if missing:
         raise release.IncompatibleError(f"SGLang {release.INSTALLED} lacks {missing}. {_REMEDY}")

@@ -27,7 +27,7 @@ def read_argument(name: str) -> Any | None:
     args = get_published_arguments()
     if not hasattr(args, name):
         return None
-    # The record keeps arguments as they were given, and resolved ones apart.
+    # SGLang stores the arguments as given, and their resolved values separately.
     return resolution_result(args, name)
 
 
@@ -53,6 +53,7 @@ def read_variable(name: str) -> Any | None:
 
 
 def get_published_arguments() -> Any | None:
+    """Return the server arguments as SGLang published them, or None."""
     try:
         return get_server_args()
     except (AttributeError, ValueError, RuntimeError):  # nothing published yet

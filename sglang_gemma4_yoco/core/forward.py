@@ -126,7 +126,7 @@ class EagerForward:
         positions: [T], the model's argument.
         embeds: [T, hidden], the input embeddings it was called with, or None.
         run: the model's own forward.
-        copy: the embeddings before the first try.
+        copy: the embeddings before the fast path ran.
     """
 
     state: ModelState

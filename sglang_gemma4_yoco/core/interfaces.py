@@ -36,7 +36,7 @@ class Bucket(Protocol):
     """The tail, captured in a CUDA graph for a number of rows."""
 
     def plan(self, live: Any, index: torch.Tensor) -> TailRunner:
-        """Plan the rows ``index`` [B] of a batch, one of each request."""
+        """Plan the rows ``index`` [B] of a batch, one per request."""
 
 
 class CapturedTail(Protocol):

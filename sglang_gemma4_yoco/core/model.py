@@ -140,7 +140,7 @@ class TextModelAdapter(Protocol):
             batch: the batch of the kept rows, with its attention planned and current.
             rows: [B, ...], the residual at the input of the donor; may be overwritten.
             positions: [B] int64.
-            inputs: [B, L - S + 1, width], the layers' per-layer inputs; None without any.
+            inputs: [B, L - S + 1, width], the layers' per-layer inputs, or None.
 
         Returns:
             [B, hidden], normed.

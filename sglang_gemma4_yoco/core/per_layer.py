@@ -64,7 +64,7 @@ class Buffers(NamedTuple):
 
     Attributes:
         embeds: [B, hidden], for the kept rows' input embeddings.
-        embedded: [B, L - cut, width], for their per-layer embeddings; None without any.
+        embedded: [B, L - cut, width], for their per-layer embeddings, or None.
     """
 
     embeds: torch.Tensor
@@ -78,7 +78,7 @@ class PerLayerInputs:
     Attributes:
         cut: the first layer that reads kept rows only.
         index: [B], the kept rows.
-        buffers: of a captured tail, which projects its inputs itself.
+        buffers: those of a captured tail, which projects its inputs itself; otherwise None.
         split: ``can_be_split(model)``.
     """
 
@@ -94,14 +94,14 @@ class PerLayerInputs:
     def project(
         self, embeds: torch.Tensor, embedded: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Project those of the layers before the cut, and keep the inputs of the tail's projection.
+        """Project the inputs of the layers before the cut, and keep the sources of the tail's.
 
         Args:
             embeds: [T, hidden], the input embeddings.
             embedded: [T, L, width], the per-layer embeddings, or None.
 
         Returns:
-            [T, cut, width], or [T, L, width] if they cannot be split; None without any.
+            [T, cut, width], or [T, L, width] if they cannot be split; None if the model has none.
         """
         if not self.split:
             self._embeds = embeds
@@ -121,14 +121,14 @@ class PerLayerInputs:
     def are_complete(self) -> bool:
         """Return True if the model has projected them, with the inputs that a captured tail needs.
 
-        Always True for a model without any.
+        Always True for a model without per-layer inputs.
         """
         if self._embeds is None:
             return getattr(self.model, "per_layer_model_projection", None) is None
         return self.buffers is None or (self._embedded is None) == (self.buffers.embedded is None)
 
     def get_kept(self) -> torch.Tensor | None:
-        """Return the tail's per-layer inputs, [B, L - cut, width]; None without any."""
+        """Return the tail's per-layer inputs, [B, L - cut, width], or None."""
         if self.split:
             stop = self.model.config.num_hidden_layers
             return project_layers(self.model, self._embeds, self._embedded, self.cut, stop)

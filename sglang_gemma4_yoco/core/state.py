@@ -56,13 +56,14 @@ class ModelState:
         unsupported: why none of its batches is cut, or None.
         attention: the tail's own backend; None if ``unsupported``.
         captured: the captured tail, if there is one.
-        is_capturing: whether the current forward is being captured in a CUDA graph.
+        is_capturing: returns True while a forward is being captured in a CUDA graph.
         replayed_batch: the batch that SGLang is serving with a captured prefill, or None.
         exits_are_open: whether captured prefills may be cut; None if none has an exit.
         after_cut: called after each forward that was cut, or None.
         failures_in_a_row: consecutive failures of the fast path.
         serves: setup is complete, so the server may have requests.
         planned_rows: rows of a planned batch until the model's forward takes its plan.
+        report: entries of /server_info.
         counters: counters of its forwards: this process's, or a check's own.
     """
 
@@ -106,7 +107,7 @@ class ModelState:
         return torch.device(device).type != "cpu"
 
     def describe(self) -> str:
-        """Return where it is cut, and on which attention, for the log and /server_info."""
+        """Return the cut layer and the attention backends, for the log and /server_info."""
         assert self.attention is not None
         main, tail = type(self.attention.main).__name__, type(self.attention.tail).__name__
         described = (
@@ -143,7 +144,7 @@ class ModelState:
         _attached.discard(self)
 
     def on_close(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` when this closes."""
+        """Call ``callback`` when this state is closed."""
         self._patches.callback(callback)
 
     def turn_off(self, refusal: ServerRefusal) -> None:

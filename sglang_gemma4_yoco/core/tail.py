@@ -20,7 +20,7 @@ class TailBackend:
     Attributes:
         main: the runner's attention backend.
         tail: a backend over the same pools, which nothing else uses.
-        decodes: a tail of one row per request runs as a decode step; else it extends. It extends on
+        decodes: run a tail of one row per request as a decode step, and not as an extend. False on
             untested releases, whose decode steps may count the keys of a window differently.
     """
 

@@ -41,7 +41,7 @@ class TailBatch:
     Attributes:
         kept: the kept rows, on the host.
         index: [B] int64 on the batch's device, the kept rows among all T rows.
-        decodes: runs as a decode step, not as an extend of suffixes.
+        decodes: the tail runs as a decode step, not as an extend of suffixes.
     """
 
     kept: kept_rows.KeptRows
@@ -58,7 +58,7 @@ class TailBatch:
         memory with the batch's.
 
         Args:
-            decodes: one kept row per request is run as a decode step.
+            decodes: run the tail as a decode step if each request keeps one row.
         """
         device = forward_batch.extend_seq_lens.device
         # Triton compiles another kernel for tensors that are not aligned to 16 bytes, or 4 numbers

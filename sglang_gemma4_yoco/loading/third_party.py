@@ -83,7 +83,7 @@ REPLACED = ServerRefusal(
 NOT_JUDGED = ServerRefusal("it could not be found out whose code reads the model's rows")
 
 
-#: Unknown code: its place, with a verb; its module; its name.
+#: (place and verb, module, name) of unknown code.
 ForeignCode = tuple[str, str, str]
 
 
@@ -138,7 +138,7 @@ def _find_unknown(outer: type, runner: Any) -> Iterator[ForeignCode]:
     if runner is not None:
         objects = _list_objects(runner.model)
         classes += map(type, objects.values())
-        backend = runner.attn_backend  # ``unsupported`` judges its class
+        backend = runner.attn_backend  # ``unsupported`` checks its class
         owners |= {**objects, type(backend).__name__: backend}
     for base in dict.fromkeys(base for kind in classes for base in kind.__mro__):
         for module, name in _find_definitions(base):
@@ -150,7 +150,7 @@ def _find_unknown(outer: type, runner: Any) -> Iterator[ForeignCode]:
 
 
 def list_modules() -> list[str]:
-    """Return the modules whose functions and classes are judged; needs no model."""
+    """Return the modules whose functions and classes are inspected; needs no model."""
     modules = list[str]()
     for adapter in registry.MODELS:
         modules += (*adapter.SGLANG.outer_models, *adapter.SGLANG.modules)

@@ -146,8 +146,8 @@ def find_release_reason() -> ServerRefusal | None:
     """Return why the installed release of SGLang is not cut, or None.
 
     With the setting ``untested`` a release after the last tested one is cut if the check at start
-    passes. An argument that would refuse but was renamed must not pass as unset. SGLang's own fast
-    prefill, if on, is the reason on any release.
+    passes. A refusing argument that was renamed must not pass as unset. SGLang's own fast prefill,
+    if on, is the reason on any release.
     """
     if not compat.release.is_newer_than_tested():
         return None
@@ -241,7 +241,7 @@ def find_backend_reason(main: Any, attention: compat.backends.Attention) -> Serv
 
     Args:
         main: the server's attention backend.
-        attention: the backends that are known for the model.
+        attention: the model's rows of ``compat.backends.TABLE``.
     """
     for part in compat.attention.list_parts(main):
         name = type(part).__name__
@@ -345,7 +345,7 @@ def find_linear_reason(model: Any, first: int) -> ServerRefusal | None:
 def _computes_rows(part: Any) -> bool:
     """Return True for linear layers, experts, and other modules with a quantisation method."""
     if type(part) is compat.attention.RadixAttention:
-        return False  # its method quantises the cache, which ``find_pool_reason`` judges
+        return False  # its method quantises the cache, which ``find_pool_reason`` checks
     return (
         isinstance(part, compat.layers.LinearBase)
         or getattr(part, "quant_method", None) is not None

@@ -110,7 +110,7 @@ def run_tail(
 ) -> torch.Tensor:
     """Run the model's own forward with these layers only, and merge the streams: [B, hidden].
 
-    Its streams of the embeddings are dropped: the first layer gets those at the cut.
+    The streams that it makes of the embeddings are dropped: the first layer gets those at the cut.
     """
     residual = rows.transpose(0, 1).contiguous()
 

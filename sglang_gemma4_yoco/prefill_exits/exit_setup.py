@@ -52,7 +52,7 @@ def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
         if prefills is not None and not hasattr(prefills, EXITS_ENTRY):
             setattr(prefills, EXITS_ENTRY, PrefillGraphExits(state.model, config, prefills))
             state.exits_are_open = False
-            # Nothing can serve by them without the state.
+            # Without the state, no batch can be served with these graphs.
             state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))
     except Exception:
         # Without the exits nothing keeps multimodal prompts out of these graphs.
@@ -61,7 +61,7 @@ def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
 
 
 def open_exits(runner: Any, state: ModelState) -> None:
-    """Open the exits of captured prefills if they agree with stock; called before it serves."""
+    """Open the exits of captured prefills if they agree with stock, before the server serves."""
     if state.exits_are_open is None:
         return
     checked = exit_check.check_exits(runner, state)

@@ -34,7 +34,7 @@ class PrefillGraphExits:
     """
 
     def __init__(self, model: Any, config: Any, prefills: Any) -> None:
-        """``config`` is the multimodal model's, ``prefills`` SGLang's runner."""
+        """Patch ``prefills``, SGLang's runner; ``config`` is the multimodal model's."""
         self._model = model
         self._embed = partial(compat.captured_prefills.embed_text, model, config)
         self._graphs = compat.captured_prefills.list_graphs(prefills.backend)
@@ -73,7 +73,7 @@ class ExitForward:
     #: Gemma 4 has added 1 to its positions, in place.
     batch: Any
     stock: Callable[[], torch.Tensor]  # replays the graph in full; returns ``output``
-    point: ExitPoint | None = None  # what can be read until the next replay, after ``fast``
+    point: ExitPoint | None = None  # set by ``fast``; valid until the next replay
 
     def fast(self, plan: Plan) -> torch.Tensor:
         """Run it up to the exit, write K and V, and replay the tail: [bucket, hidden]."""

@@ -1,4 +1,4 @@
-"""How far the answers of two servers differ, and how far they may; their times."""
+"""Differences between two servers' answers, the bounds of these, and times."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ EXACT_LOGPROB = 1e-3  # sums in another order move a float32 log-probability by 
 
 
 class Position(NamedTuple):
-    """A token (its id, or its text where SGLang's API names no ids), its log-probability (NaN where
-    none was given), and those of the likeliest tokens.
+    """A token of an answer or a prompt.
+
+    Attributes:
+        token: its id, or its text if SGLang's API returns no ids.
+        logprob: NaN if none was returned.
+        likeliest: the log-probabilities of the likeliest tokens.
     """
 
     token: int | str
@@ -24,10 +28,10 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's answer, which took so many ``seconds``."""
+    """A server's answer; ``seconds`` is the time from request to reply."""
 
     generated: tuple[Position, ...]
-    read: tuple[Position, ...] = ()  # of the prompt, where requested
+    read: tuple[Position, ...] = ()  # of the prompt, if requested
     cached_tokens: int = 0  # of the prompt, from the prefix cache
     seconds: float = 0.0
     text: str = ""
@@ -64,10 +68,10 @@ class Comparison:
     """Pairs of answers to the same prompts.
 
     Attributes:
-        answers, equal_answers: how many pairs, and how many of them have the same tokens.
+        answers, equal_answers: the number of pairs, and of pairs with equal tokens.
         logprobs: differences of log-probabilities: of tokens up to the first one in which two
-            answers differ, and of prompts where requested.
-        prefilled: those that prefills computed: of first tokens, and of prompts.
+            answers differ, and of prompts if requested.
+        prefilled: those of ``logprobs`` that prefills computed: of first tokens and prompts.
     """
 
     answers: int = 0
@@ -104,7 +108,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Equal in float32: all tokens are the same, and all log-probabilities but for rounding."""
+        """True if all tokens are equal, and all log-probabilities up to float32 rounding."""
         return self.equal_answers == self.answers and self.max_logprob <= EXACT_LOGPROB
 
     def figures(self) -> dict[str, float | None]:
@@ -118,14 +122,17 @@ class Comparison:
 
 
 def make_finite(value: float) -> float | None:
-    """Return a number for JSON: None where it is not finite."""
+    """Return a number for JSON: None if it is not finite."""
     if math.isfinite(value):
         return value
     return None
 
 
 def _measure_difference(one: Position, other: Position) -> float:
-    """How far two servers differ on the tokens of both; a lower bound where one has no number."""
+    """Return the larger difference of log-probabilities of the two tokens.
+
+    It is a lower bound if a server does not report the other's token.
+    """
     differences = []
     for mine, yours in ((one, other), (other, one)):
         known = {**yours.likeliest, yours.token: yours.logprob}
@@ -140,15 +147,16 @@ def _measure_difference(one: Position, other: Position) -> float:
 
 
 def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> str | None:
-    """Return what differs by more than it may (``verify --help`` has the rule), as a sentence.
+    """Return the difference that exceeds its bound, as a sentence, or None.
 
-    With rounding tokens do not count: one last bit decides between two that are equally likely.
-    Where a head attends to few keys, rounding mostly changes nothing, and now and then much.
+    ``verify --help`` has the rule. Unless ``exact``, tokens are not compared: the last bit decides
+    between two that are equally likely. Where a head attends to few keys, rounding usually changes
+    nothing, and sometimes a lot.
 
     Args:
         fast: fast against stock, each prompt sent twice.
-        noise: stock against itself, the same prompts in other batches; one of each kind.
-        exact: both compute in float32 on a CPU.
+        noise: stock against itself, in identical and in other batches, by kind of prompt.
+        exact: both compute in float32 on a CPU, and stock agrees with itself.
     """
     if exact and fast.is_equal:
         return None
@@ -162,7 +170,7 @@ def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool
         # 0.05 where stock does not differ from itself: bfloat16 has 8 bits.
         limit = 3 * usual + most / max(fast.answers // 2, 1) + 0.05
         found = statistics.fmean(getattr(fast, part))
-        # Where stock's own are not finite, there is no limit.
+        # If stock's own differences are not finite, there is no limit.
         if found > limit or math.isinf(found):
             return (
                 f"log-probabilities ({what}) differ by {found:.2g} on average, and may by "
@@ -173,7 +181,7 @@ def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool
 
 @dataclass(frozen=True)
 class Times:
-    """Some times in seconds: their median and two of their percentiles."""
+    """Median, 20th and 80th percentile of some times, in seconds."""
 
     median: float
     p20: float

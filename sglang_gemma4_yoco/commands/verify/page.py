@@ -7,9 +7,9 @@ from typing import Any
 from sglang_gemma4_yoco.commands.verify.comparison import Times
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-#: Of servers, by their key in ``times``.
+#: Key in ``times`` -> name of the server.
 SERVERS = {"off": "stock", "again": "stock again", "on": "fast"}
-#: What stock is compared with, by the key in ``agreement``.
+#: Key in ``agreement`` -> what stock is compared with.
 OTHERS = {"fast": "fast", "again": "stock again", "stock": "stock in other batches"}
 #: By whether two runs of stock in identical batches differ.
 NOISE = {
@@ -20,7 +20,7 @@ VERDICTS = {
     True: "Fast prefill was active, and the answers agree.",
     False: "Fast prefill was active, and the answers do NOT agree.",
 }
-#: By whether all must be equal.
+#: By ``exact``: whether all answers must be equal.
 RULES = {
     True: "In float32 on a CPU tokens must be equal, and log-probabilities within 1e-3.",
     False: "Answers are judged by how far stock differs from itself.",
@@ -54,7 +54,7 @@ def _format_figures(found: Mapping[str, Any]) -> str:
 
 
 def _make_notes(document: Mapping[str, Any]) -> list[str]:
-    """Return sentences on what disagrees, what was not tried, and how far stock keeps its own."""
+    """Return sentences on disagreements, prompts not tried, and stock's agreement with itself."""
     notes = [f"Too far from stock: {problem}" for problem in document["problems"]]
     for kind, reason in document["left_out"].items():
         notes.append(f"Not tried: {kind}: {reason}")

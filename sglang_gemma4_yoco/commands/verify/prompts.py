@@ -25,21 +25,21 @@ WHICH_COLOURS = "The left half and the right half of this picture have one colou
 
 
 class Prompt(NamedTuple):
-    """One request: its kind, by which answers are grouped, and its part of a body for /generate."""
+    """One request: its kind, by which answers are grouped, and its part of the /generate body."""
 
     kind: str
     body: Mapping[str, Any]
     new_tokens: int = NEW_TOKENS
 
     def request(self) -> dict[str, Any]:
-        """The whole body: greedy, with the likeliest tokens of each position."""
+        """Return the whole body: greedy, with the likeliest tokens of each position."""
         sampling = {"temperature": 0, "max_new_tokens": self.new_tokens}
         common = {"return_logprob": True, "top_logprobs_num": 20}
         return {"sampling_params": sampling, **common, **self.body}
 
 
 def read_file(path: Path) -> list[str]:
-    """Prompts, one per line of a text; CommandError if there is none."""
+    """Return the prompts of a text file, one per line; raise CommandError if there is none."""
     lines = path.read_text("utf-8-sig", errors="replace").split("\n")
     if not (prompts := [line.strip() for line in lines if line.strip()]):
         raise CommandError(f"--prompts {path} has no prompt: write one per line.")
@@ -47,7 +47,7 @@ def read_file(path: Path) -> list[str]:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The model's own tokenizer; CommandError if it cannot be loaded."""
+    """Return the model's tokenizer; raise CommandError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
@@ -59,11 +59,11 @@ def load_tokenizer(model: str) -> Any:
 def make_prompts(
     tokenizer: Any, texts: Sequence[str], *, long: int = 0, pictures: bool = False
 ) -> list[Prompt]:
-    """Prompts of all kinds, each text as a question.
+    """Return prompts of all kinds, with each text as a question.
 
     Args:
         long: tokens of the prompt that is longer than a chunk; 0 for none.
-        pictures: whether to ask about pictures, which takes a chat template.
+        pictures: ask about pictures, which needs a chat template.
     """
 
     def templated(content: Any, **options: bool) -> Any:
@@ -77,7 +77,7 @@ def make_prompts(
         questions = [list(encode(text)) for text in texts]
     made = [Prompt(QUESTIONS, {"input_ids": ids}) for ids in questions]
     for number, ids in enumerate(questions[:4]):
-        # Every second one returns them from its middle on, the others from their first token on.
+        # Every second prompt returns them from its middle on, the others from the first token on.
         start = len(ids) // 2 * (number % 2)
         made.append(Prompt(LOGPROBS, {"input_ids": ids, "logprob_start_len": start}))
     prefix = list(islice(cycle(encode("\n".join(texts))), PREFIX_TOKENS))
@@ -96,18 +96,18 @@ def make_prompts(
 
 
 def _draw_words(tokenizer: Any, count: int, seed: int) -> list[int]:
-    """Tokens from the middle of the vocabulary: Gemma keeps its special tokens at both ends."""
+    """Return tokens from the middle of the vocabulary: Gemma's special tokens are at both ends."""
     middle = range(len(tokenizer) // 2, len(tokenizer) * 9 // 10)
     return [middle[seed % len(middle)], *random.Random(seed).choices(middle, k=count - 1)]
 
 
 def make_timed(tokenizer: Any, length: int, number: int) -> Prompt:
-    """A prompt for one token, which shares no prefix with that of another number."""
+    """Return a prompt for one new token, which shares no prefix with those of other numbers."""
     return Prompt(TIMED, {"input_ids": _draw_words(tokenizer, length, number)}, 1)
 
 
 def draw_picture(left: str, right: str) -> str:
-    """A picture whose halves have these colours, as a data URL."""
+    """Return a picture whose halves have these colours, as a data URL."""
     from PIL import Image  # comes with SGLang
 
     image = Image.new("RGB", (224, 224), left)

@@ -1,4 +1,4 @@
-"""Unchanged SGLang servers, stock and fast; each has its own process group, ended as one."""
+"""Unchanged SGLang servers, stock and fast, each in a process group that is stopped as one."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     import requests
 
 
-# Run the arguments, and kill the process group at the end of stdin. That ends when the process that
-# holds its other end does, even by SIGKILL; what a server has started by then ends with it.
+# Run the arguments, and kill the process group at the end of stdin: stdin ends with this process,
+# even by SIGKILL. All processes that the server has started are killed too.
 _OWN_GROUP = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) & exec "$@" 3<&-'
 
 
 class WrongPathError(Exception):
-    """A server was active and should not be, or the other way round."""
+    """The fast path was active on the stock server, or not active on the fast one."""
 
 
 class Server:
-    """One ``sglang.launch_server`` here, with the switch on (``fast``) or off, and its log file."""
+    """A local ``sglang.launch_server`` with the switch on (``fast``) or off, and its log file."""
 
     PATIENCE = 15.0  # seconds that its processes have to end by themselves
     TIMEOUT = 1800.0  # seconds that an answer may take
-    process: Any  # its first one, a ``Popen``, from the latest start on
+    process: Any  # the first process of the latest start, a ``Popen``
 
     def __init__(self, fast: bool, arguments: Sequence[str], port: int, log_file: Path) -> None:
         self.fast = fast
@@ -54,7 +54,7 @@ class Server:
             SWITCH: str(int(fast)),
             name_of("audit"): "0",  # audits answer with what stock computes
             "PYTHONUNBUFFERED": "1",
-            # Without a checkout in this folder, which would hide the installed package.
+            # A checkout in this folder would hide the installed package.
             "PYTHONSAFEPATH": "1",
         }
         self._http = https.make_session(self.url)
@@ -62,11 +62,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its base URL."""
+        """The server's base URL."""
         return f"http://127.0.0.1:{self.port}"
 
     def command(self) -> list[str]:
-        """The arguments of Python."""
+        """Return the arguments of the Python interpreter."""
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         return ["-m", "sglang.launch_server", *self.arguments, *where]
 
@@ -84,12 +84,12 @@ class Server:
             )
 
     def stop(self) -> None:
-        """End all of its processes, with signals that end this command ignored meanwhile."""
+        """End all of its processes; signals that would end this command are ignored meanwhile."""
         ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
         before = {number: signal.signal(number, signal.SIG_IGN) for number in ending}
         try:
             for number, patience in ((signal.SIGTERM, self.PATIENCE), (signal.SIGKILL, None)):
-                # Its group may be gone, or outlast the wait.
+                # The group may be gone, or still run after the wait.
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(self.process.pid, number)
                     self.process.wait(patience)
@@ -100,14 +100,14 @@ class Server:
             self.log_file.write_text(redact(self.log()), "utf-8")
 
     def is_healthy(self) -> bool:
-        """Return True if it answers; it does not while it loads."""
+        """Return True if it answers, which it does not while it loads."""
         try:
             return self._http.get(f"{self.url}/health", timeout=30).ok
         except OSError:  # requests' own errors are OSErrors
             return False
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Return when it answers; CommandError if it ends, or after ``timeout`` seconds."""
+        """Return when it answers; raise CommandError if it ends, or after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not self.is_healthy():
             if self.process.poll() is not None:
@@ -121,7 +121,7 @@ class Server:
         self.take_forwards()  # SGLang sends a request of its own when it starts
 
     def _ask(self, method: str, path: str, body: Any = None) -> requests.Response:
-        """The reply to a request; CommandError if the server refuses it, or is gone."""
+        """Return the reply to a request; raise CommandError if the server refuses it or is gone."""
         try:
             reply = self._http.request(method, self.url + path, json=body, timeout=self.TIMEOUT)
         except OSError as failure:
@@ -141,19 +141,19 @@ class Server:
         return self._ask("POST", path, body)
 
     def generate(self, **body: Any) -> Any:
-        """SGLang's answer to one request to /generate, or to a batch of them."""
+        """Return SGLang's answer to one request to /generate, or to a batch of them."""
         return self.post("/generate", body).json()
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, once no request runs: the last may still be cleaned up."""
+        """Empty the prefix cache once no request runs; the last one may still be cleaned up."""
         self._ask("POST", "/flush_cache?timeout=30")
 
     def log(self) -> str:
-        """Everything that all of its processes have printed so far."""
+        """Return everything that its processes have printed so far."""
         return self.log_file.read_text("utf-8", errors="replace")
 
     def states(self) -> Any:
-        """The internal state of each scheduler, its resolved arguments included, as a list."""
+        """Return the internal state of each scheduler, including the resolved arguments."""
         return self.get("/server_info")["internal_states"]
 
     def take_forwards(self) -> Counter[str]:
@@ -185,7 +185,7 @@ def check_switch(server: Server, during: str = "its requests") -> Counter[str]:
 
 
 def make_pair(arguments: Sequence[str], folder: Path, *, device: str) -> tuple[Server, Server]:
-    """Return the stock server and the fast one, not started; ``arguments`` override what is set."""
+    """Return the stock server and the fast one, not started; ``arguments`` override defaults."""
     ours = ["--device", "cuda"]
     if device == "cpu":
         # An idle scheduler spins, and would take a core from the server that is measured.
@@ -209,7 +209,7 @@ def run_servers(servers: Sequence[Server], timeout: float) -> Iterator[None]:
 
 
 def find_free_ports(count: int) -> list[int]:
-    """So many ports that are free, of those that no outgoing connection is given."""
+    """Return ``count`` free ports, outside of the range for outgoing connections."""
     ports: list[int] = []
     with ExitStack() as stack:
         while len(ports) < count:

@@ -2,19 +2,19 @@
 
 Serves one model twice with the unchanged ``python -m sglang.launch_server``: stock
 (SGLANG_GEMMA4_YOCO=0) and fast (SGLANG_GEMMA4_YOCO=1). Both get the same prompts at temperature 0,
-one at a time, when each answer is printed as it comes, and then several at once. The time to first
+first one at a time (each answer is printed as it arrives), then several at once. The time to first
 token is measured with new prompts. In each of these rounds the fast server must have cut prefills.
-Stock gets all that is sent one at a time once more, in identical batches: what differs then is not
-the fast path's doing. It also gets each prompt twice in a row, so that all but its last token is in
-the prefix cache. What follows -- goes to both servers. If they need an API key, put it into the
-variable SGLANG_API_KEY.
+Stock gets the prompts that were sent one at a time again, in identical batches: differences between
+these two runs of stock are not caused by the fast path. It also gets each prompt twice in a row, so
+that all but its last token is in the prefix cache. Flags after -- go to both servers. If they need
+an API key, put it into the variable SGLANG_API_KEY.
 
 In float32 on a CPU all tokens must be equal, and all log-probabilities within 1e-3. Elsewhere, and
-where two runs of stock in identical batches differ by more than that, for each kind of prompt
-log-probabilities may differ on average by 3 * A + B / N + 0.05. A is how far stock differs from
-itself on average (by its noisiest kind of prompt, in identical or in other batches), B at most, and
-N half the number of answers that are compared. The parts of answers that prefills computed are
-judged by this rule, and then whole answers.
+if two runs of stock in identical batches differ by more than that, the log-probabilities of each
+kind of prompt may differ on average by 3 * A + B / N + 0.05. A is stock's average difference from
+itself (for its noisiest kind of prompt, in identical or in other batches), B its largest, and N
+half the number of compared answers. The rule applies first to the parts of answers that prefills
+computed, then to whole answers.
 
 The last line of stdout is one JSON document, which is in verify.json too; verify.html shows it.
 Exit status: 0 if fast prefill was active and the answers agree; 1 if not; 2 if nothing could be
@@ -52,12 +52,12 @@ from sglang_gemma4_yoco.commands.verify.servers import Server, WrongPathError
 
 # Rounds of requests. Timed prompts, too, are sent one at a time.
 ALONE, AT_ONCE, TIMED = "one at a time", "several at once", "timed"
-# How stock answers once more what was sent one at a time.
+# Stock's repetitions of the prompts that were sent one at a time.
 AGAIN, CACHED = "in identical batches", "from the prefix cache"
 _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
 _OWN_FLAGS = ("--model-path", "--model=", "--model ", "--device", "--ssl-")
 
-#: Each by its server (the fast one is True), and how its prompt was sent.
+#: (True for the fast server, how the prompts were sent) -> answers.
 Answers = Mapping[tuple[bool, str], list[Answer]]
 
 
@@ -75,15 +75,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     number: dict[str, Any] = {"type": parse_positive, "metavar": "N"}
     add("--model-path", required=True, metavar="M", help="a directory, or a name on Hugging Face")
     add("--label", metavar="TEXT", help="its name in the report (default: as --model-path)")
-    lines = "your own, one per line (default: bundled questions)"
+    lines = "your own prompts, one per line (default: bundled questions)"
     add("--prompts", type=Path, metavar="FILE", default=kinds.BUNDLED, help=lines)
-    lengths = "of the timed prompts (default: 128 512 2048)"
+    lengths = "lengths of the timed prompts (default: 128 512 2048)"
     add("--prompt-tokens", nargs="+", default=[128, 512, 2048], **number, help=lengths)
     add("--repeats", default=5, **number, help="timed prompts of each length (default: 5)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if any")
     memory = "on a CPU too, one server after the other, which needs half the memory"
     add("--in-turn", action="store_true", help=memory)
-    add("--output", type=Path, metavar="DIR", help="of logs and reports (default: a new one here)")
+    add("--output", type=Path, metavar="DIR", help="for logs and reports (default: a new one here)")
     add("flags", nargs="*", metavar="FLAG", help="SGLang's, for both servers, after --")
 
 
@@ -112,7 +112,7 @@ def fit_prompts(
 ) -> list[Prompt]:
     """Return the prompts for servers like this one, which is ready; the timed ones come last.
 
-    The document notes kinds that are left out.
+    Kinds that are left out are added to the document.
     """
     left_out = {}
     info = server.get("/server_info")
@@ -159,7 +159,7 @@ def send_prompt(server: Server, prompt: Prompt) -> Answer:
 def end_round(server: Server, found: VerifyResult, name: str) -> None:
     """Check the prefills of a round of requests; the next one begins with an empty prefix cache.
 
-    Raises as ``check_switch``: where no prefill of this round was cut, equal answers show nothing.
+    Raise like ``check_switch``: if no prefill of this round was cut, equal answers show nothing.
     """
     forwards = servers.check_switch(server, f"the round {name!r}")
     if server.fast:
@@ -171,7 +171,7 @@ def end_round(server: Server, found: VerifyResult, name: str) -> None:
 def send_in_turns(
     both: Sequence[Server], prompts: Sequence[Prompt], found: VerifyResult, name: str
 ) -> None:
-    """Send prompts one at a time to each running server in turn, and then to stock once more."""
+    """Send prompts one at a time to each running server in turn, then twice more to stock."""
     turns = list(both)
     for prompt in prompts:
         turns.reverse()  # or the same server would always have the warmer caches
@@ -204,7 +204,7 @@ def send_at_once(server: Server, prompts: Sequence[Prompt], found: VerifyResult)
 def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt], found: VerifyResult) -> None:
     """Send all prompts to each running server, one at a time and several at once; then time some.
 
-    ``found`` has also what those answered that ran before.
+    ``found`` may already have the answers of a server that ran before.
     """
     others = [prompt for prompt in prompts if prompt.kind != kinds.TIMED]
     for server in both:
@@ -218,7 +218,7 @@ def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt], found: Ve
 def compare_by_kind(
     prompts: Sequence[Prompt], answers: Answers, *ways: tuple[bool, str]
 ) -> dict[str, Comparison]:
-    """Return stock's answers, compared with those of these ways, by the prompts' kind."""
+    """Compare stock's answers, sent one at a time, with those of ``ways``, by kind of prompt."""
     pairs = defaultdict(list)
     for way in ways:
         # Timed prompts, the last ones, are not sent at once.
@@ -230,7 +230,7 @@ def compare_by_kind(
 def summarise_times(prompts: Sequence[Prompt], answers: Answers) -> list[dict[str, Any]]:
     """Return the times to first token by prompt length, the shortest first.
 
-    The first prompt of each length has warmed up: its time does not count.
+    The first prompt of each length is a warm-up, whose time does not count.
     """
     points: dict[int, dict[str, Any]] = defaultdict(lambda: defaultdict(list))
     for way, own in {"off": (False, ALONE), "again": (False, AGAIN), "on": (True, ALONE)}.items():
@@ -249,7 +249,7 @@ def summarise_times(prompts: Sequence[Prompt], answers: Answers) -> list[dict[st
 
 
 def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: VerifyResult) -> None:
-    """Compare, judge, and put all figures into the document."""
+    """Compare the answers, and put the verdict and all figures into the document."""
     compare = partial(compare_by_kind, prompts, found.answers)
     compared = {
         "fast": compare((True, ALONE), (True, AT_ONCE)),
@@ -257,7 +257,7 @@ def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: VerifyR
         "stock": compare((False, AT_ONCE), (False, CACHED)),
     }
     fast, again, others = compared.values()
-    # What stock does not keep cannot be asked of the fast path.
+    # The fast path need not be more exact than stock is with itself.
     steady = all(one.is_equal for one in again.values())
     exact = steady and (document["device"], document["dtype"]) == ("cpu", "float32")
     problems, agreement = [], {}
@@ -289,7 +289,7 @@ def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: VerifyR
 def serve_both(
     args: argparse.Namespace, document: dict[str, Any]
 ) -> tuple[list[Prompt], VerifyResult]:
-    """Start, examine and stop both servers; return what was sent, and what was found."""
+    """Start, examine and stop both servers; return the prompts and the results."""
     flags = ["--model-path", args.model_path, *args.flags]
     stock, fast = servers.make_pair(flags, args.output, device=args.device)
     run_prefills_eagerly(stock)
@@ -306,7 +306,7 @@ def serve_both(
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise CommandError for what is wrong before anything is started or written."""
+    """Raise CommandError if an argument is wrong, before anything is started or written."""
     check_directory(args.model_path)
     for flag in args.flags:
         if f"{flag} ".startswith(_OWN_FLAGS):
@@ -319,7 +319,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def begin_document(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the JSON document before anything is known; what is not known is None."""
+    """Return the JSON document before any result; unknown values are None."""
     unknown = ("agrees", "answers_equal", "max_logprob_diff", "ttft_off_s", "ttft_on_s", "ratio")
     return dict.fromkeys(unknown) | {
         "model": args.label or args.model_path,
@@ -336,7 +336,7 @@ def begin_document(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve, ask, judge, show; return the exit status."""
+    """Verify and report; return the exit status."""
     if find_spec("sglang") is None:
         raise CommandError(NO_SGLANG)
     check_arguments(args)
