@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What does fast prefill gain on this GPU, what does it cost, and where does the time go?
+"""Measure what fast prefill gains and costs on this GPU, and where the time goes.
 
 Measures Gemma 4 E2B or E4B at its real dimensions with random weights, so it needs neither a
 network nor a checkpoint; in bf16, with Triton attention and the unchanged SGLang. Each part answers
@@ -14,10 +14,10 @@ Two parts serve the model to ``sglang.benchmark.serving`` (``bench/bench_latency
 
 Two time single prefills (``bench/bench_prefill.py``):
 
-    prefill   16 to 32768 tokens against the ceiling, and what the host does in them
+    prefill   16 to 32768 tokens against the ceiling, and the host's work in them
     replayed  16 to 8192 tokens that SGLang replays from CUDA graphs, with the package and without
 
-Two look at forwards in a process of their own:
+Two run single forwards in a separate process:
 
     memory    peak memory of a prefill
     profile   host and device time of a prefill, and its kernels; the only part that needs CUPTI
@@ -100,7 +100,7 @@ def peak_memory(engine: Any, batch: Any, way: str) -> dict[str, Any]:
     from scripts.bench.bench_prefill import timed
 
     timed(engine, batch, way)
-    if engine.runner.device == "cpu":  # where PyTorch does not count them
+    if engine.runner.device == "cpu":  # PyTorch does not count a CPU's memory
         return {"peak_mib": 0.0}
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -111,8 +111,8 @@ def peak_memory(engine: Any, batch: Any, way: str) -> dict[str, Any]:
 def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
     """Return the breakdown of one prefill's time.
 
-    Host and whole time are of forwards without the profiler, which slows the host down; the
-    device's are of one forward with it.
+    Host and whole time are measured without the profiler, which slows the host down; the device's
+    times in one forward with it.
     """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
@@ -145,14 +145,14 @@ def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
 def device_time(events: Sequence[Any], device: str) -> dict[str, Any]:
     """Return the device's busy and idle time in milliseconds, and its ten largest kernels.
 
-    It is idle when nothing is queued: it waits for the host. On a CPU the innermost operations
-    stand in for kernels.
+    It is idle when nothing is queued, so it waits for the host. On a CPU the innermost operations
+    count as kernels.
     """
     busy, began, until = 0.0, float("inf"), float("-inf")
     totals: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for event in sorted(events, key=lambda event: event.time_range.start):
-        # A named range of the host is mirrored on the device's time line, and is no work.
+        # A named range of the host also appears on the device's time line, but is no work.
         is_work = not event.is_user_annotation and not event.cpu_children
         if event.device_type.name != device.upper() or not is_work:
             continue

@@ -28,11 +28,11 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 def new_parser(about: str | None) -> argparse.ArgumentParser:
     """Return a parser whose ``--help`` shows ``about`` as it is, and the defaults.
 
-    It takes no shortened flags: servers' secrets are looked for behind ``--server-args``.
+    It accepts no abbreviated flags: the secrets in ``--server-args`` must be found.
     """
     try:
         command_without_secrets(sys.argv)
-    except ValueError as failure:  # of an unmatched quotation mark
+    except ValueError as failure:  # for an unmatched quotation mark
         raise SystemExit(failed(SetupError(f"{_SERVER_ARGS}: {failure}"))) from failure
     return argparse.ArgumentParser(description=about, formatter_class=_Help, allow_abbrev=False)
 
@@ -40,8 +40,8 @@ def new_parser(about: str | None) -> argparse.ArgumentParser:
 def command_without_secrets(words: Sequence[str]) -> str:
     """Return a script's command line for a shell, and redact its secrets in all later output.
 
-    A script's own flags have none. A server's flags are in the one word of ``--server-args``, or
-    they are what follows ``--``.
+    A script's own flags have none. A server's flags are the value of ``--server-args``, or follow
+    ``--``.
     """
     end = words.index("--") if "--" in words else len(words)
     after = words[end + 1 :]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Is SGLang's time to first token shorter with this package, and are its answers the same?
+"""Compare SGLang's time to first token and its answers with and without this package.
 
 ``python3 scripts/demo.py`` needs Python 3.11 or later and 12 GB of disk, nothing else. It
 
@@ -56,7 +56,7 @@ from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.main import exit_on_signals
 from sglang_gemma4_yoco.commands.verify import verify
 
-# For a random model two questions show as much as twelve, and shorter prompts.
+# For a random model two questions and shorter prompts are enough.
 QUESTIONS = "What is the capital of France?\nName three prime numbers.\n"
 SHORT = ("--prompt-tokens", "512", "--repeats", "3")
 
@@ -92,7 +92,7 @@ def demo(args: argparse.Namespace) -> NoReturn:
         flags = ["--chunked-prefill-size", "512", *flags]
     command += [*args.of_verify, "--", *flags]
     sys.stdout.flush()
-    # In the place of this process, so that Ctrl-C and the exit status are those of verify.
+    # Replace this process, so that Ctrl-C and the exit status are those of verify.
     os.execv(command[0], command)
 
 
@@ -112,7 +112,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     end = argv.index("--") if "--" in argv else len(argv)
     args, of_verify = parser.parse_known_args(argv[:end])
     args.own, args.of_verify = argv[:end], of_verify
-    known = argparse.ArgumentParser()  # refuses before anything is installed
+    known = argparse.ArgumentParser()  # rejects unknown options before anything is installed
     verify.add_options(known)
     known.parse_args(["--model-path", "any", *of_verify])
     args.flags = argv[end + 1 :]

@@ -28,7 +28,7 @@ def run(*command: str | Path) -> bool:
 
 
 def find_uv(venv: Path) -> Path:
-    """The uv to install with: the environment's own, the machine's, or one that pip gets."""
+    """Return the uv to install with: the environment's, the machine's, or one that pip installs."""
     own, python = venv / "bin" / "uv", venv / "bin" / "python"
     if own.exists():
         return own

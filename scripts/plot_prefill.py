@@ -25,7 +25,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 from scripts.command_line import new_parser
 from scripts.result_files import RESULTS, load_results
 
-#: Of a prediction.
+#: The fields of a prediction that are drawn.
 DRAWN = ("tokens", "ratio", "low", "high")
 
 
@@ -72,7 +72,7 @@ def draw_measured(axes: Any) -> None:
 
 
 def draw_predicted(axes: Any) -> None:
-    """Draw what the model gives for an H200, and measurements on GPUs."""
+    """Draw the model's predictions for an H200, and measurements on GPUs."""
     document = json.loads(RESULTS.with_name("predicted.json").read_text())
     for model, colour in (("E2B", "C0"), ("E4B", "C1")):
         cases = [case for case in document["H200"] if case["model"] == model]
@@ -102,7 +102,7 @@ def draw_line(axes: Any, label: str, points: list[dict[str, Any]]) -> None:
     axes.plot(lengths, ceilings, "--", color=colour, label=f"{label}: ceiling")
 
 
-#: By file: what it shows, and Matplotlib's style.
+#: File -> function that draws its contents, and Matplotlib's style.
 PICTURES = {
     RESULTS.with_name("prefill.svg"): (draw_measured, "default"),
     RESULTS.with_name("prefill_dark.svg"): (draw_measured, "dark_background"),

@@ -44,7 +44,7 @@ def begin_result(model: str, device: str, dtype: str) -> dict[str, Any]:
 
 
 def checkout() -> dict[str, str]:
-    """Return today's date and the last commit, ``-dirty`` if more than measurements has changed."""
+    """Return date and last commit, with ``-dirty`` if anything but measurements has changed."""
 
     def git(*command: str) -> str:
         words = ("git", *command, "--", ".", ":(exclude)benchmark")

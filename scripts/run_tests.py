@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Do all tests pass?
+"""Run the tests.
 
 Needs Python 3.11 or later and 12 GB of disk, nothing else. It makes the virtual environment that
 ``scripts/demo.py`` uses too, and runs the tests in two processes, without a GPU. ``--gpu`` uses the
@@ -24,7 +24,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 from scripts.command_line import failed, new_parser
 from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare, run
 
-# The longest come first, so that at the end no process waits long for the other.
+# The longest come first, so that neither process waits long for the other at the end.
 FOLDERS = ("rehearsal", "server", "triton", "forward", "scripts", "unit", "models")
 DEFAULT = ("-m", "not release")
 QUICK = ("-m", "(unit or forward or models) and not slow and not release")
@@ -71,7 +71,7 @@ def main() -> int:
             python = prepare(args.venv, sglang=args.sglang_version, group="dev")
     except (SetupError, OSError) as failure:
         return failed(failure)
-    # Without stored bytecode every server that a test starts compiles all of SGLang again.
+    # Without stored bytecode each server that a test starts would compile all of SGLang again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.gpu:
         os.environ["YOCO_TEST_GPU"] = "1"

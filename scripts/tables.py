@@ -43,9 +43,9 @@ class Table:
     Attributes:
         page: its path in the repository.
         part: the name in the marker lines.
-        rows: returns the rows; of a table of result files, those of one file.
-        files: which result files; None if ``rows`` finds its source itself.
-        origins: whether the origins of the files follow.
+        rows: returns the rows; for a table of result files, those of one file.
+        files: the pattern of its result files; None if ``rows`` finds its own source.
+        origins: list the origins of the files below the rows.
     """
 
     page: str
@@ -55,7 +55,7 @@ class Table:
     origins: bool = True
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines below the head."""
+        """Yield the lines below the table's header."""
         if self.files is None:
             yield from map(format_row, self.rows())
             return
@@ -74,7 +74,7 @@ def format_row(cells: Iterable[object]) -> str:
 
 
 def format_origin(document: Document) -> str:
-    """Return where a result file comes from."""
+    """Return the origin of a result file."""
     about = f"- `{document['file']}`, {document['date']}, commit `{document['commit']}`"
     if "device" in document:
         about += f", SGLang {document['sglang']}, {document['device']}"
@@ -129,7 +129,7 @@ def list_backends() -> Rows:
 
 
 def list_backend_modes() -> Rows:
-    """Yield each model's attention backends, when SGLang chooses them, and what happens."""
+    """Yield each model's attention backends, when SGLang chooses them, and their effect."""
     from sglang_gemma4_yoco.compat import backends
 
     for row in backends.TABLE:
@@ -140,7 +140,7 @@ def list_backend_modes() -> Rows:
 
 
 def list_cards() -> Rows:
-    """Yield GPUs: what SGLang chooses there for Gemma 4, what happens, and how far it was tried."""
+    """Yield GPUs: SGLang's attention backend for Gemma 4, its effect, and what was tested."""
     from sglang_gemma4_yoco.compat import backends
 
     refused = backends.list_flags(backends.judge(backends.GEMMA4), backends.STOCK)
@@ -153,7 +153,7 @@ def list_cards() -> Rows:
 
 
 def describe_backend(row: Backend) -> str:
-    """Return what happens to prefills of a model on a class of attention backends."""
+    """Return the effect of a class of attention backends on a model's prefills."""
     if row.prefills == "stock":
         return "stock"
     if row.tail:
@@ -282,10 +282,10 @@ def list_releases() -> Rows:
 
 
 def list_predicted(part: str, columns: Sequence[str], lengths: Sequence[int] = ()) -> Rows:
-    """Yield what ``bench/predict.py`` has written of the cases that have all these columns.
+    """Yield these columns of the cases of ``bench/predict.py`` that have all of them.
 
     Args:
-        lengths: of prompts, in tokens; all if there are none.
+        lengths: prompt lengths in tokens; empty for all.
     """
     document = json.loads((RESULTS.parent / "predicted.json").read_text())
     for case in document[part]:
@@ -306,7 +306,7 @@ CARDS = {
     "RTX 5090": ("SM120", "triton"),
     "MI300X": ("gfx942", "triton"),
 }
-#: Where "active" has an exception.
+#: GPUs for which "active" has an exception.
 NOTES = {
     "B200": "active, without [audits](checks.md#audits)",
     "MI300X": "active in bf16; [fp8 falls back to stock](quantised.md)",
@@ -361,10 +361,10 @@ TABLES = (
 
 
 def insert(document: str, part: str, lines: Iterable[str]) -> str:
-    """Return ``document`` with these lines below the head of a part's table.
+    """Return ``document`` with these lines below the header of a part's table.
 
     Raises:
-        ValueError: the marker lines and the head are not there.
+        ValueError: the marker lines or the header are missing.
     """
     begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
     found = re.search(rf"{begin}\n\|.*\n\|.*\n((?s:.*?)){end}", document)

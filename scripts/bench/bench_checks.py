@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Do the check at start, audits and proofs tell a defect from rounding, on any weights?
+"""Measure how well the check at start, audits and proofs tell defects from rounding.
 
 Random models of many shapes, types and kinds of weights (sharp attention, large norms, outlier
 channels; ``checked_models.py``) run on SGLang's ModelRunner with the unbroken package: no check,
-audit or proof may report a difference. Then the package is broken in every way of
-``breakages.py``, and the check at start must find each on every model that has a place for it, by
-its own bound and several times over. Both files are in ``test/srt/harness``::
+audit or proof may report a difference. Then each defect of ``breakages.py`` is injected, and the
+check at start must find it on every model to which it applies, with an error of several times the
+bound. Both files are in ``test/srt/harness``::
 
     python scripts/bench/bench_checks.py --results benchmark/results/checks_cpu.json  # 1 to 3 hours
     python scripts/bench/bench_checks.py --models 12 --only tiny        # a few minutes
@@ -99,7 +99,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Return ``value`` for JSON, with a word for a number that is not finite."""
+    """Return ``value`` for JSON, with ``INFINITE`` for numbers that are not finite."""
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -141,7 +141,7 @@ def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
             counts = summary(results)
             document = {**about, "seconds": round(time.monotonic() - began), **finite(counts)}
             of_models = finite(list(map(dataclasses.asdict, results)))
-            # An interrupted run leaves its results so far.
+            # So an interrupted run leaves the results so far.
             write_result(args.results, document | {"results": of_models})
     return counts, document
 

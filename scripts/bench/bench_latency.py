@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Does latency regress under load? Time to first token and between tokens, stock and fast.
+"""Measure latency under load: time to first token and between tokens, stock and fast.
 
-Serves one model twice, stock and fast, and sends both the same random prompts in turns, with
+Serves one model twice, stock and fast, and sends both the same random prompts alternately, with
 SGLang's own ``sglang.benchmark.serving``: at random times (``--rates``, in requests per second), or
 all at once (``--rates inf``). For each rate, with mixed chunks off and on, it reports the mean and
-percentiles of time to first token and between tokens over all turns. A faster server may form
+percentiles of time to first token and between tokens over all runs. A faster server may form
 smaller batches, so it also reports the batch sizes that SGLang logs. The model is a small random
 one on the CPU platform, in float32; with ``--device cuda`` it has dummy weights, in bfloat16.
 
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from sglang_gemma4_yoco.commands.verify.servers import Server
 
 PERCENTILES = (50, 95, 99)
-#: What SGLang logs of a batch: of each prefill, that of the benchmark's own first request included,
-#: and of one decode step in forty.
+#: SGLang's log lines about batches: each prefill, including that of the benchmark's own first
+#: request, and one decode step in forty.
 BATCHES = {
     "requests of a prefill": re.compile(r"Prefill batch\b.*?#new-seq: (\d+)"),
     "tokens of a prefill": re.compile(r"Prefill batch\b.*?#new-token: (\d+)"),
@@ -108,10 +108,10 @@ def summed_up(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summarise_times(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Return mean and ``PERCENTILES`` in milliseconds, or None where no token was seen.
+    """Return mean and ``PERCENTILES`` in milliseconds, or None if no token was seen.
 
-    ``sglang.benchmark.serving`` sees a token by its text. With dummy weights each may be a special
-    one, which has none: then its times are 0.
+    ``sglang.benchmark.serving`` recognises a token by its text. With dummy weights all of them may
+    be special tokens, which have none: then the times are 0.
     """
     import numpy as np
 
@@ -193,7 +193,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.35], help="requests per second")
     add("--mixed", nargs="+", choices=("off", "on"), default=["off", "on"], help="mixed chunks")
-    add("--requests", default=16, help="of a run", **number)
+    add("--requests", default=16, help="requests of a run", **number)
     add("--concurrency", help="the most requests at a time", **number)
     add("--repeats", default=3, help="runs of each server at each rate", **number)
     add("--prompt", default=512, help="tokens of the longest prompt; half: the shortest", **number)

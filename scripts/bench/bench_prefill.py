@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prefill speedup, and the ceiling that no implementation can beat, on a GPU or a CPU.
+"""Measure prefill speedup, and the ceiling that no implementation can beat, on a GPU or a CPU.
 
 Runs SGLang's ModelRunner in this process (no scheduler, no HTTP), on a GPU or on the CPU platform,
 and times the same batch three ways, interleaved in one run:
@@ -11,8 +11,8 @@ and times the same batch three ways, interleaved in one run:
 For each batch it prints medians with 20th and 80th percentiles, the ratio off/on and the ceiling
 off/front-only; its document also has the overhead on forwards that the package leaves alone, and
 counts of the host's work in a forward (``host_work``). It verifies that on and off give the same
-answer, and how many rows each layer computed; it does not report "on" if the fast path neither was
-active nor fell back with a reason. E2B_HOST and E4B_HOST have the real models' layers, and are tiny
+answer, and how many rows each layer computed; it reports nothing as "on" if the fast path was not
+active and gave no reason. E2B_HOST and E4B_HOST have the real models' layers, and are tiny
 otherwise.
 
 With ``--graphs tail`` the tail is captured, as on a server with CUDA graphs. With ``--graphs
@@ -69,12 +69,12 @@ OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
 MOST_CAPTURED = 1024
 # A prefill of this many rows is always captured: the package's check at start fits into it.
 CHECKED = 32
-# A first time is slower; of a larger batch's many seconds it is no visible part.
+# The first run is slower; in the many seconds of a larger batch the difference does not show.
 WARM_UP_ROWS = 4096
-# Standard deviation of logits. Below it all are alike, as with SGLang's dummy weights, and then on
-# agrees with off whatever it computes.
+# Minimum standard deviation of the logits. Below it all are alike, as with SGLang's dummy weights,
+# and on agrees with off whatever it computes.
 LEAST_SPREAD = 0.01
-GEMMA3N = "GEMMA3N_"  # before the name of one of its presets
+GEMMA3N = "GEMMA3N_"  # prefix of the names of its presets
 CONTEXT = 64  # cached tokens of a request that decodes along
 
 
@@ -86,7 +86,7 @@ class Load:
         length: new tokens of each prompt.
         batch_size: prompts.
         decoding: further requests with one new token, as a mixed batch has them.
-        read: share of each prompt's rows whose input logprobs are wanted; 0 is the last row only.
+        read: share of each prompt's rows with input logprobs; 0: only the last row is read.
     """
 
     length: int
@@ -115,10 +115,10 @@ class Replayed:
     """Result of a prefill that SGLang replays.
 
     Attributes:
-        path: what the package reports: a way of being active, or why it fell back.
+        path: the outcome that the package reports, or the reason why it fell back.
         max_logit_difference: from the eager stock forward.
         same_tokens: whether the greedy next tokens are the same.
-        times: on a GPU.
+        times: on a GPU only.
     """
 
     path: str
@@ -132,13 +132,13 @@ class Point:
     """Measurements of one batch.
 
     Attributes:
-        path: a way of being active, or the reason why the forward fell back to stock.
+        path: the outcome that the package reports, or the reason why it fell back.
         rows: FFN rows of the first and of the last layer with the fast path on.
         max_logit_difference: between on and off, over the last row of every prompt.
         same_tokens: whether the greedy next tokens are the same.
         ratio: off / on; ``ceiling`` is off / front-only.
-        host: what the host does, by way; see ``host_work``.
-        replayed: what came of the ways whose prefill SGLang replays; empty where it has captured
+        host: counts of the host's work, by way; see ``host_work``.
+        replayed: results of the ways in which SGLang replays the prefill; empty if it has captured
             none of this length.
     """
 
@@ -163,7 +163,7 @@ class Point:
 
 
 class NotActiveError(Exception):
-    """Raised if the fast path did not run and gave no reason, or no answer could have differed."""
+    """The fast path did not run and gave no reason, or no answer could have differed."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -294,7 +294,7 @@ def must_have_spread(logits: torch.Tensor) -> None:
     spread = float(logits.float().std())
     if device_name(logits.device.type) == REHEARSAL:
         return
-    if not spread >= LEAST_SPREAD:  # nor NaN
+    if not spread >= LEAST_SPREAD:  # also if NaN
         raise NotActiveError(f"the logits' standard deviation is {spread:.1e}: nothing is compared")
 
 
@@ -347,7 +347,7 @@ def timed_in_turns(
 
 
 def rows_of_forward(engine: Any, batch: Any) -> list[int]:
-    """Return the FFN rows of each layer with the fast path on, seen from outside; 0 if replayed."""
+    """Return the FFN rows of each layer with the fast path on, from hooks; 0 if replayed."""
     rows: list[int] = []
     with ExitStack() as span:
         for layer in engine.text_model.layers:
@@ -358,7 +358,10 @@ def rows_of_forward(engine: Any, batch: Any) -> list[int]:
 
 
 def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
-    """Return the outcome of one ``forward``, and its result; ``NotActiveError`` if it has none."""
+    """Return the outcome of one ``forward``, and its result.
+
+    Raise ``NotActiveError`` unless the package counts exactly one.
+    """
     from sglang_gemma4_yoco import counters
 
     counters.served.forwards.clear()
@@ -369,7 +372,7 @@ def with_outcome(forward: Callable[[], Any]) -> tuple[str, Any]:
 
 
 def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
-    """Return ``active`` or a reason, and each layer's rows; ``NotActiveError`` on a conflict."""
+    """Return the outcome and each layer's rows; raise ``NotActiveError`` if they do not match."""
     from sglang_gemma4_yoco import counters
 
     outcome, rows = with_outcome(partial(rows_of_forward, engine, batch))
@@ -403,9 +406,9 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
 
 
 def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[str, Replayed]:
-    """Return the results of the ways that SGLang replays, if it has captured one of these rows.
+    """Return the results of the replayed ways; empty if SGLang has not captured these rows.
 
-    It is compared with ``stock``, the logits of the eager stock forward.
+    They are compared with ``stock``, the logits of the eager stock forward.
     """
     if rows not in captured_rows(engine):
         return {}
@@ -430,7 +433,7 @@ def captured_rows(engine: Any) -> list[int]:
 
 
 def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dict[str, Counts]:
-    """Return the host's work in each way; ``NotActiveError`` if a due replay did not happen."""
+    """Return the host's work in each way; raise ``NotActiveError`` if a replay did not happen."""
     from scripts.bench import host_work
 
     counts = {}
@@ -443,10 +446,10 @@ def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dic
 
 
 def measure(engine: Any, load: Load, repeats: int) -> Point:
-    """Time one batch all three ways, in turns, and verify the answers.
+    """Time one batch all three ways, interleaved, and verify the answers.
 
-    Raises ``NotActiveError`` where the fast path did not run and gave no reason, or where no answer
-    could differ.
+    Raise ``NotActiveError`` if the fast path did not run and gave no reason, or if no answer could
+    differ.
     """
     batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size), slots=None)
     path, rows = path_taken(engine, batch, load)
@@ -510,7 +513,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     backend, model, wrapped = Backend(), engine.text_model, wrap_model_forward(stock)
     attention = TailBackend(backend, Backend())
     known = ModelState(model, registry.find_adapter(model), None, attention)
-    # Every row is read, which is found out last but one.
+    # Every row is read; eligibility checks that last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
     forward_batch, added = releases.forward_batch(batch, engine.runner), {}
     with mock.patch.dict(model.__dict__):  # the model's own state is restored

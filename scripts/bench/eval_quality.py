@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Does a real model keep its accuracy with fast prefill? GSM8K and pictures, off and on.
+"""Measure a real model's accuracy on GSM8K and on pictures, with fast prefill off and on.
 
-Sends two SGLang servers of one checkpoint, off and on, the same questions at temperature 0, and
-sends them to the stock server once more:
+Sends the same questions at temperature 0 to two SGLang servers of one checkpoint, off and on, and
+to the stock server again:
 
 * GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring);
 * 30 pictures of two colours each, made here: "name the two colours".
@@ -176,7 +176,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             if way == "off":
                 found["again"] = ask_sets(args, url)
     document: dict[str, Any] = {**origin(), "model": args.model, "active": None}
-    if args.model is not None:  # of servers that were started elsewhere it is not known
+    if args.model is not None:  # unknown for servers that were started elsewhere
         document["active"] = True
     for name in args.sets:
         heading(name)
@@ -195,9 +195,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--questions", type=Path, metavar="FILE", help="instead of GSM8K's own")
     add("--limit", type=int, metavar="N", help="the first N questions of GSM8K")
     add("--chat", action="store_true", help="GSM8K through the chat template")
-    add("--max-tokens", type=int, default=256, help="of an answer")
+    add("--max-tokens", type=int, default=256, help="tokens of an answer")
     add("--concurrency", type=int, default=16, help="questions of GSM8K at a time")
-    add("--server-args", default="", metavar="'...'", help="for both servers")
+    add("--server-args", default="", metavar="'...'", help="arguments for both servers")
     args = parser.parse_args(argv)
     if (args.off is None) != (args.on is None) or (args.off is None) == (args.model is None):
         parser.error("name either --model, or both --off and --on")

@@ -1,11 +1,11 @@
 """The host's work in one forward: operations, replays, Triton launches, reads of the device.
 
-It is counted from outside of the package, in a pass of its own, since counting slows the host down.
+It is counted from outside of the package, in a separate pass, since counting slows the host down.
 
 Every dispatched operation counts, views and allocations as well. A replay is one operation, since
 the operations in its graph are the device's work; each segment of a captured prefill is such a
 graph. An attention call of the CPU platform's own backend is one operation too, in place of a
-kernel. Reads are those that ``host_reads`` sees.
+kernel. Reads are those that ``host_reads`` detects.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def count(forward: Callable[[], Any]) -> Counts:
         seen["device_reads"] += 1
 
     with ExitStack() as span:
-        # Where a CPU's server records prefills, CUDA's class is the CPU's.
+        # If a CPU's server records prefills, CUDA's class is replaced by the CPU's.
         for graph in {RecordedGraph, torch.cuda.CUDAGraph, *_cpu_segments()}:
             span.enter_context(_noted(graph, "replay", replay))
         for owner, name in _launchers():

@@ -101,14 +101,14 @@ def fit(cases: Sequence[Any]) -> Any:
             found.append(off / on / case.ratio)
             if case.off and case.what != "TTFT":  # whose mean includes waiting for others
                 found.append((off / case.off) ** 0.5)
-        prior = (logarithms - start) / 10  # where measurements do not tell
+        prior = (logarithms - start) / 10  # for values that the measurements do not determine
         return np.append(np.log(found), prior)
 
     return values_of(least_squares(misses, start, bounds=(low, high), diff_step=1e-3).x)
 
 
 def leave_one_out(cases: Sequence[Any]) -> None:
-    """Give each measurement its ``predicted`` ratio, by a fit without those of its run."""
+    """Set ``predicted`` of each measurement, the ratio by a fit without those of its run."""
     from scripts.bench.prefill_model import predict
 
     runs = defaultdict(list)
@@ -124,7 +124,7 @@ def leave_one_out(cases: Sequence[Any]) -> None:
 def find_ranges(cases: Sequence[Any]) -> Any:
     """Return the 5th and the 95th percentiles of ratios, with values drawn at random: [2, cases].
 
-    Those are stock's time divided by that of the second of a case's ways.
+    A ratio is stock's time divided by that of the case's second way.
     """
     import numpy as np
 
@@ -140,7 +140,7 @@ def find_ranges(cases: Sequence[Any]) -> Any:
 
 
 def find_slack(cases: Sequence[Any]) -> Any:
-    """Return by how much ranges must be widened, so that each measurement is within its own."""
+    """Return the factor by which ranges must be widened to contain their measurements."""
     ratios = [case.ratio for case in cases]
     low, high = find_ranges(cases)
     return max(1.0, *(low / ratios), *(ratios / high))
@@ -163,7 +163,7 @@ def predict_prefills(device: str, visits: bool, fitted: Any, slack: float) -> li
 
 
 def describe(case: Any) -> None:
-    """Give a measurement the fields that tables show."""
+    """Set the fields of a measurement that tables show."""
     case.way, case.expected, unit, scale = case.ways[1], "", "ms", 1e3
     case.measured = f"{case.ratio:.2f}x"
     if case.source:

@@ -9,7 +9,7 @@ the ranges of the assumed values.
 Arguments of several functions:
     case: a measurement or a prediction: the model, its prompts, and how they are served.
     device: a data sheet.
-    values: what is assumed; each a number, or an array of draws, [draws, 1].
+    values: the assumed values; each a number, or an array of draws, [draws, 1].
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def find_layers(model: str) -> Any:
 
 
 def count_rows(case: Any) -> int:
-    """Return the rows of a forward: all prompts', of which a server takes a chunk at a time."""
+    """Return the rows of a forward: those of all prompts, or of one chunk on a server."""
     rows: int = case.prompts * case.tokens
     if case.what != "forward":
         rows = min(rows, MODEL["chunk"])
@@ -130,8 +130,8 @@ def forward_seconds(case: Any, way: Any, device: Any, values: Any) -> Any:
 def predict(case: Any, values: Any, device: Any = None) -> list[Any]:
     """Return the seconds of each of ``case.ways``.
 
-    They are of one ``forward`` of all prompts; of the prefills of a server to which all are sent at
-    once (``TTFT``); or of these and the answers (``duration``).
+    ``case.what`` selects the time: of one ``forward`` of all prompts; of a server's prefills when
+    all are sent at once (``TTFT``); or of these and the answers (``duration``).
     """
     device = device or SimpleNamespace(**MODEL["devices"][case.device])
     forwards = case.prompts * case.tokens / count_rows(case)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does a fast server answer random traffic as stock does, and stay healthy?
+"""Compare a fast server's answers to random traffic with stock's, and check its health.
 
 Serves a small random Gemma 4 on the CPU platform twice, in float32, with the fast path off and on,
 and sends both the same random requests (``sglang_gemma4_reference.workload`` has the requests and
@@ -11,15 +11,14 @@ A run passes if
 
 * every request is answered, and every answer is that of the stock server;
 * the fast path was active on one server only, by the rows that the layers computed; in each forward
-  the last layer computed just the rows that are read, or all if skipping does not pay by the
-  package's own rule; a captured tail was replayed; and stock served one forward for each injected
-  failure;
+  the last layer computed exactly the rows that are read, or all if the package's own rule finds too
+  few to skip; a captured tail was replayed; and stock served one forward for each injected failure;
 * nothing leaks: after the last answer no token holds a slot, SGLang's own checks of its pools,
   after every step and when idle, have reported nothing, and the memory of the server's processes
   did not grow in the second half.
 
 Output contract: lines for people on stdout; the last line is one JSON document. Exit status: 0 if
-the run passed, 1 if not, 2 if it could not be made or a server has died.
+the run passed, 1 if not, 2 if it could not run or a server has died.
 
     python scripts/bench/random_workload.py --requests 200
     python scripts/bench/random_workload.py --requests 2000 --failures-every 100
@@ -66,14 +65,14 @@ class Pass:
     Attributes:
         name: ``off``, ``on`` or ``on, with failures``.
         seconds: from the first request to the last answer.
-        forwards: prefill forwards by outcome, told from the rows that the layers computed.
+        forwards: prefill forwards by outcome, derived from the rows that the layers computed.
         eligible_share: of those with rows to skip, the share that skipped some.
         injected: failures injected into the tail.
         replays: forwards that replayed a captured tail.
-        used_tokens: slots that tokens held after all.
+        used_tokens: slots that tokens still held after the last answer.
         memory_half, memory_end: resident bytes of all processes of the server, at half of the
             time and at the end.
-        problems: what must not be.
+        problems: the conditions that failed, as text.
     """
 
     name: str
@@ -146,7 +145,7 @@ def run_pass(
 def judge_forwards(
     result: Pass, fast: bool, prefills: Sequence[Any], captured: Sequence[int]
 ) -> None:
-    """Note a problem for each forward that computed other rows than it must."""
+    """Note a problem for each forward that computed the wrong number of rows."""
     from harness.layer_rows import fast_rows, is_replayed
     from sglang_gemma4_reference import workload as kinds
 
@@ -168,7 +167,7 @@ def judge_forwards(
     for prefill in prefills:
         minimum = None
         if is_replayed(prefill, 1, captured):
-            minimum = 1  # one row that can be skipped is enough
+            minimum = 1  # one row to skip is enough
         rows = fast_rows(prefill, minimum, captured)[-1]
         replays = is_replayed(prefill, minimum, captured)
         if kinds.outcome(prefill) != kinds.SERVED_BY_STOCK:
@@ -216,7 +215,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--requests", type=parse_positive, default=200, help="how many")
-    add("--seed", type=int, default=0, help="of the requests")
+    add("--seed", type=int, default=0, help="seed of the requests")
     add("--captured", action="store_true", help="replay decode steps and tails from graphs")
     add("--failures-every", type=int, default=0, metavar="N", help="see above")
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and checkpoints")

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Which releases of SGLang does this package work with?
+"""Run the tests with every supported release of SGLang.
 
-For each release: ``run_tests.py`` makes an environment with it and runs the tests of ``FILES``
-there; then the environment is deleted again. Needs what ``run_tests.py`` needs, and 25 GB of disk.
+For each release ``run_tests.py`` makes an environment and runs the tests of ``FILES`` there; then
+the environment is deleted. Needs what ``run_tests.py`` needs, and 25 GB of disk.
 Media, several ranks, tracing and host reads use parts of SGLang that differ too much from release
 to release for the CPU platform: their tests run with the newest one only, in every ordinary run.
 
     python3 scripts/dev/version_matrix.py             # all supported releases, some 20 minutes
     python3 scripts/dev/version_matrix.py 0.5.22      # one of them
     python3 scripts/dev/version_matrix.py newest      # the newest release on the package index
-    python3 scripts/dev/version_matrix.py prerelease  # the newest of all, pre-releases too
+    python3 scripts/dev/version_matrix.py prerelease  # the newest one, pre-releases included
     python3 scripts/dev/version_matrix.py 0.5.23 --override transformers==5.24.0
 
 The last one overrides a package that SGLang pins, as users do who upgrade it. ``newest`` and
@@ -18,7 +18,7 @@ otherwise.
 
 Output contract: the last line for each release is ``sglang VERSION: passed`` or ``failed``, with
 counts. Releases that passed go to ``benchmark/results/version_matrix.json``, except with
-``--override``; ``scripts/tables.py --write`` makes docs/compatibility.md's table of it. Exit
+``--override``; ``scripts/tables.py --write`` makes the table in docs/compatibility.md. Exit
 status: 0 if all passed, 1 if one did not.
 """
 
@@ -63,7 +63,7 @@ print(json.dumps(about | {"python": platform.python_version()}))
 
 
 def try_release(version: str, folder: Path, override: str | None = None) -> dict[str, Any]:
-    """Run a release's tests, with this requirement in place of SGLang's; return their results."""
+    """Run a release's tests, return the results; ``override`` replaces one of SGLang's pins."""
     venv, report = folder / version, folder / f"{version}.xml"
     report.unlink(missing_ok=True)
     began = time.monotonic()
