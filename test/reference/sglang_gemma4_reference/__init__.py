@@ -7,10 +7,10 @@ import os
 
 
 def activate() -> str | None:
-    """Name the platform class; SGLang imports it only in the processes that need it.
+    """Return the name of the platform class; SGLang imports it only in processes that need it.
 
-    None unless it is named: SGLang activates every installed platform otherwise, and
-    this one would then take over a machine with a GPU.
+    Return None unless the variable selects it: SGLang activates every installed platform, and
+    this one would take over a machine with a GPU.
     """
     if os.environ.get("SGLANG_PLATFORM") != "gemma4_cpu":
         return None

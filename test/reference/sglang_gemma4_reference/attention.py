@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch that is right for sliding windows, at any age of the cache."""
+"""Attention in plain PyTorch, correct for sliding windows at any age of the cache."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class FrontBackend(WindowedTorchNativeBackend):
 
 
 def register_as_proven() -> None:
-    """Admit these backends for every text model, if the package is loaded."""
+    """Admit these backends for every text model if the package is loaded."""
     registry = sys.modules.get("sglang_gemma4_yoco.models.registry")
     if registry is None:
         return
@@ -180,14 +180,14 @@ def _attend(
         q: [rows of all requests, heads * head_dim].
         requests: the row of each request in ``cache.slots``.
         lengths: keys of each request.
-        rows: of each request, its last ones.
-        ahead: how many keys each request has beyond ``lengths``.
+        rows: the number of rows of each request, its last ones.
+        ahead: the number of keys of each request beyond ``lengths``.
 
     Returns:
         [rows of all requests, heads * head_dim].
     """
     q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-    # How many keys before its own a row sees.
+    # The number of keys before its own that a row sees.
     window = None
     if layer.sliding_window_size > 0:
         window = layer.sliding_window_size

@@ -85,7 +85,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class Gemma4Shape:
-    """Everything that decides what a checkpoint contains.
+    """Everything that determines a checkpoint's content.
 
     The last ``kv_shared_layers`` layers have no K/V of their own. Layers come in groups of
     ``sliding_per_full`` sliding-window layers and one full-attention layer.
@@ -103,7 +103,7 @@ class Gemma4Shape:
     """Width of a head in full-attention layers."""
     intermediate_size: int
     double_wide_mlp: bool
-    """Whether the MLP of KV-shared layers is twice as wide."""
+    """The MLP of KV-shared layers is twice as wide."""
     sliding_window: int
     """Keys that a row of a sliding-window layer sees, its own included."""
     ple_width: int
@@ -119,15 +119,15 @@ class Gemma4Shape:
     attention_bias: bool = False
     # These multiply what ``randomise`` draws; with 1 weights are well-conditioned, see ``scale``.
     sharpness: float = 1.0
-    """Of the weights of q_norm and k_norm in layers with a window."""
+    """Factor of the q_norm and k_norm weights in sliding-window layers."""
     global_sharpness: float | None = None
     """The same in full-attention layers; None for ``sharpness``."""
     post_norms: float = 1.0
-    """Of the weights of norms after attention, FFN and per-layer input."""
+    """Factor of the weights of norms after attention, FFN and per-layer input."""
     outliers: float = 1.0
-    """Of some channels' weights, in every norm of a layer as wide as the residual stream."""
+    """Factor of some channels' weights, in every norm of a layer as wide as the residual."""
     outlier_share: float = 0.01
-    """Which share of the channels that is: the same ones in all layers, and at least one."""
+    """Share of these channels: the same ones in all layers, and at least one."""
 
     @property
     def layer_types(self) -> list[str]:
@@ -163,7 +163,7 @@ E2B = Gemma4Shape(
     dtype="bfloat16",
 )
 
-#: Its layers, and what they share.
+#: The layers of E4B, and their sharing.
 _LAYERS_OF_E4B: dict[str, Any] = {
     "layers": 42,
     "kv_shared_layers": 18,
@@ -175,7 +175,7 @@ E4B = dataclasses.replace(E2B, **_LAYERS_OF_E4B, hidden_size=2560, intermediate_
 
 _SMALL_TOWER = Tower(hidden_size=64, layers=2, heads=4)
 
-# Widths are those of the real models over 3 and 5, rounded to widths that kernels take.
+# Widths are the real models' divided by 3 (E2B) and 5 (E4B), rounded to widths that kernels accept.
 E2B_MINI = dataclasses.replace(
     E2B,
     hidden_size=512,
@@ -195,8 +195,7 @@ E4B_MINI = dataclasses.replace(
     E2B_MINI, **_LAYERS_OF_E4B, head_dim=48, global_head_dim=96, ple_width=48
 )
 
-# Of the real models only the number of layers and what they share: so narrow that the host
-# determines the time of a forward.
+# The real models' layers and sharing, but so narrow that the host determines the time of a forward.
 E2B_HOST = dataclasses.replace(
     E2B_MINI,
     hidden_size=64,
@@ -213,8 +212,8 @@ E4B_HOST = dataclasses.replace(E2B_HOST, **_LAYERS_OF_E4B)
 E2B_TINY = dataclasses.replace(E2B_HOST, layers=8, kv_shared_layers=4, sliding_per_full=3)
 
 # As models are served: in bf16, and not well-conditioned, its heads, layers and channels as unequal
-# as a trained model's may be. Of 64 channels 8 are outliers: with only one, it would use nearly all
-# of bf16's precision, and a layer would get little but its sign.
+# as a trained model's may be. Of 64 channels 8 are outliers: a single one would use nearly all of
+# bf16's precision, and a layer would see little more than its sign.
 E2B_TINY_SHARP = dataclasses.replace(
     E2B_TINY,
     dtype="bfloat16",
@@ -316,13 +315,13 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
 
 
 def scale(model: Any, shape: Gemma4Shape) -> None:
-    """Scale the weights of a language model whose parameters are drawn, as its shape says.
+    """Scale the randomly drawn weights of a language model as its shape specifies.
 
     Random weights are made well-conditioned, as trained ones are not. ``E2B_TINY_SHARP`` leaves
     out the first three of these measures, which make the rounding of a layer small:
 
     - q_norm and k_norm are small. Gemma 4 does not divide scores by sqrt(head_dim): with weights of
-      1 each head would attend to few keys, and a rounding that changes which changes its output.
+      1 each head would attend to few keys, and a rounding that changes these changes its output.
     - A layer's output does not dominate the residual stream, so rounding errors do not multiply.
     - All channels are alike. Trained models have a few that are many times larger than the others.
       They make up most of a row's norm, and use most of bf16's precision.
@@ -362,8 +361,8 @@ def _outlier_channels(shape: Gemma4Shape) -> torch.Tensor:
 def _give_shared_layers_projections(model: Any) -> None:
     """Add K and V weights, which no forward uses, to the layers that share K and V.
 
-    Published checkpoints have them too. SGLang allocates them beside the queries' weights, and
-    where it quantises those together, their values count.
+    Published checkpoints have them too. SGLang allocates them beside the queries' weights, and if
+    it quantises these together, their values matter.
     """
     donors: dict[str, Any] = {}
     for layer in model.layers:
@@ -438,7 +437,7 @@ def write_checkpoint(path: str | Path, shape: Gemma4Shape, *, weights: bool = Tr
     if weights:
         build_model(shape).save_pretrained(path)
     build_processor(shape).save_pretrained(path)
-    # Last, over the one that transformers wrote, which SGLang's text-only path cannot read.
+    # Replaces the one that transformers wrote, which SGLang's text-only path cannot read.
     (path / "config.json").write_text(json.dumps(config_dict(shape), indent=2) + "\n")
     return path
 

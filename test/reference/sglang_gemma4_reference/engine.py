@@ -1,7 +1,7 @@
 """SGLang's ``ModelRunner`` in this process, without scheduler and server.
 
-So one process can run hundreds of batches, and read every layer's results and the KV cache.
-Real pieces of SGLang throughout: requests, batches, KV pools, attention backend, logits processor.
+So one process can run hundreds of batches, and read every layer's results and the KV cache. All
+parts are SGLang's own: requests, batches, KV pools, attention backend, logits processor.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Prompt:
     Attributes:
         cached: token ids whose K/V is in the cache already.
         new: token ids of this forward, at least one.
-        logprob_start: absolute position from which on input logprobs are wanted; -1 for none.
+        logprob_start: the first absolute position with input logprobs; -1 for none.
         to_come: token ids of the prompt that are left for later chunks.
         decodes: it runs already. ``cached`` is its prompt and ``new`` the one token generated so
             far; its row is a decode step within a prefill batch.
         shares: the place in the batch of an earlier prompt that begins with the same ``cached``:
-            both read the very same slots.
+            both read the same slots.
     """
 
     cached: tuple[int, ...]
@@ -57,7 +57,7 @@ def _poison_of(dtype: torch.dtype) -> float:
     return min(1e3, torch.finfo(dtype).max)
 
 
-#: Why a forward in a span of ``switched("0")`` is served by stock.
+#: The reason why a forward in a block of ``switched("0")`` is served by stock.
 SWITCHED_OFF = Refusal("switched off for the span")
 
 
@@ -110,7 +110,7 @@ class Engine:
 
         Args:
             model_path: the checkpoint.
-            rank: of this process, where ``tp_size`` makes several run one model together; all
+            rank: of this process, if ``tp_size`` makes several processes run one model; all of them
                 call the same methods with the same arguments, ``nccl_port`` among them.
             text_model: the class of its text model.
             server_args: SGLang's, for example ``max_total_tokens=4096`` or ``page_size=16``.
@@ -123,7 +123,7 @@ class Engine:
             module for module in self.runner.model.modules() if isinstance(module, text_model)
         )
         allocator = self.runner.token_to_kv_pool_allocator
-        # It caches nothing.
+        # A tree cache that caches nothing.
         self._tree_cache = TreeCacheNamespace(
             page_size=allocator.page_size,
             device=self.runner.device,
@@ -138,8 +138,8 @@ class Engine:
     ) -> ScheduleBatch:
         """Fill the cache with the cached tokens of all prompts, then schedule their new ones.
 
-        The pools are emptied first, and their K and V overwritten, so that nothing can be read
-        that was not written since.
+        The pools are emptied first, and their K and V overwritten, so that a read of anything not
+        written since shows.
 
         Args:
             prompts: those that decode come last, as SGLang puts them.
@@ -178,8 +178,8 @@ class Engine:
         """Schedule the rest of those prompts of ``batch`` that did not end in it.
 
         Args:
-            batch: it has run.
-            prompts: what it was scheduled from.
+            batch: a batch that has run.
+            prompts: the prompts that it was scheduled from.
         """
         reqs = []
         for req, prompt in zip(batch.reqs, prompts, strict=True):

@@ -25,7 +25,7 @@ from sglang_gemma4_reference.checkpoint import CHAT_TEMPLATE, build_tokenizer
 
 @dataclass(frozen=True)
 class Gemma3nShape:
-    """Everything that decides a checkpoint's content. Every fifth layer has no window."""
+    """Everything that determines a checkpoint's content. Every fifth layer has no window."""
 
     layers: int
     kv_shared_layers: int
@@ -40,14 +40,14 @@ class Gemma3nShape:
     laurel_rank: int
     vocab_size: int
     sparse_layers: int
-    """Of the first layers' FFNs one activation in twenty is kept."""
+    """Number of first layers whose FFNs keep one activation in twenty."""
     seed: int = 0
     sharpness: float = 1.0
     """Multiplies the weights of q_norm and k_norm; with 1 attention is smooth."""
 
 
-# Of the real models only the widths are divided: hidden size 2048, 8 heads of 256, FFN 8192 and
-# 16384, per-layer inputs of 256, LAuReL of rank 64.
+# Only the widths differ from the real models', which have hidden size 2048, 8 heads of 256, FFN 8192
+# and 16384, per-layer inputs of 256, LAuReL of rank 64.
 E2B_MINI = Gemma3nShape(
     layers=30,
     kv_shared_layers=10,
@@ -123,7 +123,7 @@ def build_model(shape: Gemma3nShape) -> Gemma3nForCausalLM:
     return model
 
 
-#: By the end of a matrix's name, the factor of its scale; 1 keeps its input's scale.
+#: End of a matrix's name -> factor of its scale; 1 keeps its input's scale.
 _MATRICES = {
     "embed_tokens.weight": 0.4,
     # So that streams are mixed, and one token's coefficients differ from another's.

@@ -32,7 +32,7 @@ class Pool:
 
     @property
     def graphs(self) -> list[RecordedGraph]:
-        """Return the graphs that were recorded in this pool and are not freed, in this order."""
+        """Return the graphs of this pool that are not freed, in the order of recording."""
         found: list[RecordedGraph] = []
         for held in self._recorded:
             if (graph := held()) is not None:
@@ -144,7 +144,7 @@ def runner_of_decode_steps(model_runner: Any) -> DecodeCudaGraphRunner:
 
 
 def give_graphs_to_torch_cpu() -> None:
-    """Add what graphs need to ``torch.cpu``, which SGLang uses as its device's module."""
+    """Add the functions that graphs need to ``torch.cpu``, SGLang's module of this device."""
     additions = {
         "graph_pool_handle": Pool,
         "is_current_stream_capturing": recorder.is_recording,

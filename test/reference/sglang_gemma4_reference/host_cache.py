@@ -1,7 +1,7 @@
 """SGLang's hierarchical cache on a CPU: K and V are copied to the host, and later back to the pool.
 
 ``--hicache-io-backend direct --hicache-mem-layout layer_first`` needs one kernel, which is one line
-of PyTorch here. What SGLang copies back into the pool while layers run is as late as it can be: a
+of PyTorch here. Copies back into the pool while layers run are deferred as long as possible: a
 layer's K and V are copied when the model waits for them, and not before.
 """
 
@@ -33,7 +33,7 @@ class LateStream(torch.cpu.Stream):
         self._work.append(work)
 
     def run_until(self, length: int) -> None:
-        """Run the remaining ones of the first ``length`` pieces of work."""
+        """Run those of the first ``length`` pieces of work that remain."""
         while self.ended < length:
             self._work.pop(0)()
             self.ended += 1
@@ -62,7 +62,7 @@ class Event(torch.cpu.Event):
             self._length = self._stream.length
 
     def query(self) -> bool:
-        """Complete it, and return True: SGLang calls this between two forwards.
+        """Complete the event, and return True; SGLang calls this between two forwards.
 
         No code waits for the layers that have slots of their own and read another layer's.
         """
@@ -120,7 +120,7 @@ def unpinned(make_page: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.
 
 
 def install() -> None:
-    """Replace a GPU's streams, memory and kernel in SGLang by these."""
+    """Replace a GPU's streams, memory and kernel in SGLang by those of this module."""
     from sglang.srt.managers import cache_controller
     from sglang.srt.mem_cache import l2_transfer
     from sglang.srt.mem_cache.pool_host import base, common, mha

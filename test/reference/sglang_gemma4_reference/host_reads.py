@@ -1,11 +1,11 @@
 """Detection, on a CPU, of operations for which a GPU's host would wait.
 
-A value that travels from the device to the host stalls the host until all queued kernels have run.
-Each such read goes through one of a few PyTorch operations, or through one of a few methods of a
-tensor that on a CPU run no operation at all.
+A read of a device's value stalls the host until all queued kernels have run. Each such read goes
+through one of a few PyTorch operations, or through one of a few methods of a tensor that run no
+operation on a CPU.
 
-Not seen: reads by compiled extensions, and copies that name no device. A copy to a device that is
-named counts even where the tensor is there already, for on a CPU it always is.
+Not detected: reads by compiled extensions, and copies that name no device. A copy to a named device
+counts even if the tensor is already there, since on a CPU it always is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-#: Their result, or its shape, depends on values: the host waits for them.
+#: The result, or its shape, depends on values, for which the host waits.
 READING_OPERATIONS = {
     aten._local_scalar_dense,  # item(), int(), bool(), a tensor as a slice's border or as a size
     aten.nonzero,
@@ -37,7 +37,7 @@ READING_OPERATIONS = {
     aten.bincount,
 }
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-# Seen before the dispatcher: on a CPU tensor these run no operation.
+# Detected before the dispatcher: on a CPU tensor these run no operation.
 _READING_FUNCTIONS = {
     torch.Tensor.tolist,
     torch.Tensor.cpu,
@@ -50,7 +50,7 @@ _COPYING_FUNCTIONS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 
 @contextmanager
 def noted(note: Callable[[str], None]) -> Iterator[None]:
-    """Call ``note`` with the name of each such operation, before it runs, in the ``with`` block."""
+    """Call ``note`` with the name of each such operation before it runs, in the ``with`` block."""
     with _Functions(note), _Operations(note):
         yield
 

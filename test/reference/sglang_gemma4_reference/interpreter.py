@@ -1,10 +1,11 @@
 """A faster Triton interpreter, which computes types of fewer than 32 bits as a GPU does.
 
-Before a kernel runs, the interpreter wraps each function of ``triton.language``; once more, with
-the same outcome, before each function that the kernel calls. That is nearly half of the time.
+Before a kernel runs, the interpreter wraps each function of ``triton.language``, and does so again,
+with the same result, before each function that the kernel calls. That takes nearly half of the
+time; here it is done once.
 
-The interpreter keeps bf16 as integers, which its ``dot`` multiplies as such; and where a mantissa
-rounds up to the next power of two, its conversions lose the carry. Both are corrected here, by
+The interpreter stores bf16 as integers, which its ``dot`` multiplies as integers; and if a mantissa
+rounds up to the next power of two, its conversions lose the carry. Both are corrected here with
 PyTorch's own conversions, which round to the nearest even; products are summed in fp32.
 """
 

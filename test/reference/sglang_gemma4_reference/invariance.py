@@ -1,8 +1,8 @@
 """A server with ``--enable-deterministic-inference`` on a CPU.
 
 SGLang then replaces PyTorch's own matrix products, norms and softmax by Triton kernels whose sums
-do not depend on the batch, and starts on accelerators only. Here PyTorch's stay. All else that
-the argument changes in a server is changed, but the last bits of results may depend on the batch.
+do not depend on the batch, and starts on accelerators only. Here PyTorch's are kept. Everything
+else that the argument changes is changed; the last bits of results may depend on the batch.
 """
 
 from __future__ import annotations

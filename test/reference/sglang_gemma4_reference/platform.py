@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 CAPTURED = "GEMMA4_CPU_GRAPHS"
 
-# Names that Gemma 4 accepts. With the first SGLang requires pages of 64 or 128 tokens.
+# Names that Gemma 4 accepts. For the first one SGLang requires pages of 64 or 128 tokens.
 FRONT_NAMES = ("intel_xpu", "fa4")
 
 
 def triton_is_interpreted() -> bool:
-    """Return True if Triton kernels run in its interpreter, so that they work on CPU tensors."""
+    """Return True if Triton kernels run in Triton's interpreter, which accepts CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -34,7 +34,7 @@ def captures(kind: str) -> bool:
     """Return True if SGLang captures ``decode`` steps, or can capture a ``prefill``.
 
     Raises:
-        ValueError: the variable names something else.
+        ValueError: ``GEMMA4_CPU_GRAPHS`` has another value.
     """
     value = os.environ.get(CAPTURED, "")
     found = set(filter(None, value.split(",")))
@@ -60,7 +60,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     @property
     def capabilities(self) -> Any:
-        """Read at each call: a process may be forked with another environment."""
+        """Capabilities, read at each call: a process may be forked with another environment."""
         return PlatformCapabilities(
             supports_triton=triton_is_interpreted(), graph_capture=captures("decode")
         )
@@ -89,7 +89,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_total_tokens = 65536
         if server_args.max_running_requests is None:
             server_args.max_running_requests = 32
-        # An idle scheduler would keep a core busy, of the few that serve the requests.
+        # An idle scheduler would keep one of the few cores busy.
         server_args.sleep_on_idle = True
         # The same for threads that wait for one another, in the processes started from here:
         # while other programs compete for the cores, spinning makes decoding four times slower.

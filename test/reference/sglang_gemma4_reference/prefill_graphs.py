@@ -3,11 +3,11 @@
 SGLang captures a prefill as one CUDA graph for each part between two attentions, and the
 attentions run eagerly between them. ``Segment`` replaces ``torch.cuda.CUDAGraph``. All segments
 of a prefill are parts of one recording, so what holds for a recorded graph holds for all of them
-together: memory that they allocated lasts from the first one to the last and no longer, and what
-they read of other memory must still be held when they are replayed.
+together: memory that they allocated lasts from the first one to the last and no longer, and other
+memory that they read must still be held when they are replayed.
 
-What it cannot show, beside what ``recorder`` cannot: the order of an eager break and the device's
-own work, and memory that a later segment is given while an earlier one still needs it.
+Beyond the limits of ``recorder``, it cannot show the order of an eager break and the device's own
+work, nor memory that a later segment is given while an earlier one still needs it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RecordedPrefill(RecordedGraph):
     Attributes:
         pool: the memory pool that it was recorded in; None for one of its own.
         segments: its parts, in the order of their recording.
-        ran: how many of them have run in the latest replay.
-        notes: of a replay, those of the segments that it has run.
+        ran: the number of them that have run in the latest replay.
+        notes: in a replay, those of the segments that have run.
     """
 
     def __init__(self, pool: Pool | None) -> None:
@@ -87,7 +87,7 @@ class Segment:
         """Run the segment on the current contents of its tensors.
 
         Raises:
-            FreedMemoryError: the first one of a prefill; nothing was run.
+            FreedMemoryError: by the first segment of a prefill; nothing was run.
         """
         recording = self._recording
         assert recording is not None
@@ -112,7 +112,7 @@ def recordable() -> Iterator[None]:
 
 
 def install() -> None:
-    """Install the same permanently in a server's process; observers can read the replayed batch."""
+    """Let a server's process record prefills permanently, and observers read replayed batches."""
     if issubclass(torch.cuda.CUDAGraph, Segment):
         return
     torch.cuda.CUDAGraph = Segment  # type: ignore[misc, assignment] # what it stands for

@@ -2,20 +2,20 @@
 
 As with a CUDA graph:
 
-- A replay runs no Python of what was recorded. It reads and writes tensors where they were then; a
-  weight that has been given other memory since is not followed.
-- Memory that was allocated before is not kept for the graph. When nothing else holds it any more, a
+- A replay runs none of the recorded Python code. It reads and writes tensors where they were then;
+  a weight that has been given other memory since is not followed.
+- Memory that was allocated before is not kept for the graph. If nothing else holds it any more, a
   replay raises; a GPU would read arbitrary values.
 - Memory that was allocated while recording belongs to the graph. It is full of NaN (integers: of 1)
   before each replay and, but for the outputs, after it.
-- What the host cannot know while recording raises: values (``host_reads``), shapes made of values,
-  tensors made of the host's numbers, tensors that are given other memory.
+- Operations that a capture forbids raise: reads of values (``host_reads``), shapes that depend on
+  values, tensors made of the host's numbers, tensors that are given other memory.
 
 A Triton kernel in Triton's interpreter is one node, and so is what goes through ``as_one_node``.
-Collectives are nodes too, where they fill a tensor that they are given; others raise.
+Collectives that fill a tensor argument are nodes too; others raise.
 
-What it cannot show: streams, events and races; failures of CUDA's own while capturing; workspaces
-of libraries; registration of custom all-reduce; launch grids; random numbers; code for CUDA alone.
+It cannot show: streams, events and races; CUDA's own failures while capturing; workspaces of
+libraries; registration of custom all-reduce; launch grids; random numbers; code for CUDA alone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from sglang_gemma4_reference import host_reads
 
 aten = torch.ops.aten
 
-# They would give a tensor other memory than the graph has for it.
+# They would give a tensor memory other than the graph's.
 _REBINDING = {aten.resize_, aten.resize_as_, aten.set_}
-# In place, but of the tensor's shape alone: later calls are recorded with the new one.
+# They change only the tensor's shape in place: later calls are recorded with the new one.
 _RESHAPING = {aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_}
 # They allocate and write nothing, so a replay leaves the memory as it was.
 _BLANK = {
@@ -56,7 +56,7 @@ replays: deque[RecordedGraph] = deque(maxlen=16)
 
 
 class CaptureError(RuntimeError):
-    """The code under recording did what a CUDA stream under capture refuses."""
+    """The recorded code did something that a capturing CUDA stream refuses."""
 
 
 class FreedMemoryError(RuntimeError):
@@ -81,8 +81,8 @@ def as_one_node(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``kernel``, as one node of the graph if it is being recorded.
 
     Args:
-        kernel: may read and write its arguments as it likes, on the host too. It gets all tensors
-            that it touches as arguments, bare or in lists, tuples and dictionaries.
+        kernel: may read and write its arguments, on the host too. All tensors that it touches must
+            be arguments, bare or in lists, tuples and dictionaries.
     """
     recording = _recording.get()
     if recording is None:
@@ -128,7 +128,7 @@ _UNSEEN = _owners(_memory(alone := torch.empty(1))) - 1
 
 
 def _in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """Return another tensor on the same memory, which stays there whatever becomes of this one."""
+    """Return another tensor on the same memory, which stays there if this one is rebound."""
     return tensor.data
 
 
@@ -138,8 +138,8 @@ class _Foreign:
 
     Attributes:
         tensor: the first tensor that was seen on it.
-        call: the operation that it was seen in.
-        held: how many of the graph's tensors use it.
+        call: the operation in which it was seen.
+        held: the number of the graph's tensors that use it.
     """
 
     tensor: torch.Tensor
@@ -161,7 +161,7 @@ class _Call:
     outputs: tuple[torch.Tensor, ...]
 
     def again(self) -> None:
-        """Run the node; its results go where they went when it was recorded."""
+        """Run the node, and put its results where they were when it was recorded."""
         out = self.function(*self.args, **self.kwargs)
         for then, now in zip(self.outputs, tensors_in(out), strict=True):
             if _memory(then) != _memory(now):
@@ -177,7 +177,7 @@ class RecordedGraph:
     """Operations on tensors, recorded once: a CPU's ``torch.cuda.CUDAGraph``.
 
     Attributes:
-        outputs: what the recorded function returned; filled by each replay.
+        outputs: the recorded function's result, which each replay overwrites.
         notes: what observers counted while it was recorded.
     """
 
@@ -210,7 +210,7 @@ class RecordedGraph:
         return len(self._calls)
 
     def held(self, memory: int) -> int:
-        """Return how many of the graph's tensors use this memory, if it is not the graph's own."""
+        """Return the number of the graph's tensors on this memory, if it is not the graph's own."""
         if memory in self._foreign:
             return self._foreign[memory].held
         return 0
@@ -240,10 +240,10 @@ class RecordedGraph:
             self.spoil(keep=tensors_in(self.outputs))
 
     def begin(self) -> None:
-        """Prepare a replay: nothing lasts from the one before.
+        """Prepare a replay: overwrite the graph's memory from the one before.
 
         Raises:
-            FreedMemoryError: nothing may be run.
+            FreedMemoryError: the graph must not be run.
         """
         self._must_be_held()
         replays.append(self)
@@ -303,7 +303,7 @@ class RecordedGraph:
 
 
 class Recording(TorchDispatchMode):
-    """Mode that makes a node of the graph of every operation of this thread."""
+    """Mode that records every operation of this thread as a node of the graph."""
 
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations

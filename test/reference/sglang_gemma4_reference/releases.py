@@ -1,4 +1,4 @@
-"""SGLang's own calls that the CPU platform makes, and the differences of 0.5.22 and 0.5.23.
+"""The CPU platform's calls of SGLang, and the differences between 0.5.22 and 0.5.23.
 
 No other module of this distribution asks which release is installed.
 """
@@ -31,7 +31,7 @@ def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
 
 
 def take_graphs(captures: Callable[[str], bool]) -> None:
-    """Run SGLang's machinery of CUDA graphs on a CPU.
+    """Make SGLang's code for CUDA graphs run on a CPU.
 
     Args:
         captures: returns, when a server starts, whether SGLang captures its own steps of this kind:
@@ -73,7 +73,7 @@ def _is_at_least(release: str) -> bool:
 
 
 def take_host_cache() -> None:
-    """Run SGLang's hierarchical cache on a CPU: ``host_cache`` was tried with 0.5.23."""
+    """Make SGLang's hierarchical cache run on a CPU; ``host_cache`` was tried with 0.5.23."""
     if _is_at_least("0.5.23"):
         from sglang_gemma4_reference import host_cache
 
@@ -132,7 +132,7 @@ def load_model(args: ServerArgs, rank: int) -> ModelRunner:
 
 
 def configure_process(args: ServerArgs, rank: int = 0) -> None:
-    """Publish these arguments in this process, as a server's do before they load a model."""
+    """Publish these arguments in this process, as a server does before it loads a model."""
     from sglang.benchmark import one_batch
     from sglang.srt import runtime_context
 
@@ -213,7 +213,7 @@ def unpublished() -> Iterator[None]:
 
 
 def marks_intermediate() -> bool:
-    """Return True if a batch marks that no request finishes its prompt (SGLang 0.5.23)."""
+    """Return True if SGLang marks batches in which no request finishes its prompt (0.5.23)."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     return "contains_last_prefill_chunk" in ForwardBatch.__dataclass_fields__

@@ -1,4 +1,4 @@
-"""The two roles of prefill-decode disaggregation on a CPU, without what they take from CUDA.
+"""The two roles of prefill-decode disaggregation on a CPU, without the parts that need CUDA.
 
 Tried with SGLang 0.5.23. K and V are sent over TCP by a package,
 ``mooncake-transfer-engine-non-cuda``, that loads system libraries: ``libcurl4``, ``libibverbs1``

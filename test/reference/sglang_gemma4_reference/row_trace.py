@@ -7,11 +7,10 @@ With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward 
      "first_layer": 0, "process": 4711, "ends_prompt": true, "logprob_starts": null,
      "captures": "NULL", "multimodal": false, "replays": 0}
 
-``rows`` are the leading dimensions of the tensors that the layers' MLPs
-were called with, or had been called with while a graph was captured (``recorder``) that was
-replayed in this forward; 0 for a layer that was not called. All else is what SGLang's scheduler
-put into the batch, read before any layer runs. PyTorch's module hooks do it, so nothing of SGLang
-is replaced.
+``rows`` are the leading dimensions of the tensors with which the layers' MLPs were called, in this
+forward or in the capture of a graph (``recorder``) that it replayed; 0 for a layer that was not
+called. All other entries come from SGLang's batch, read before any layer runs. The trace uses
+PyTorch's module hooks, so nothing of SGLang is replaced.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ class Prefill:
         process: id of the process that ran it.
         ends_prompt: whether some request's prompt ends here; running requests that decode along
             are not counted. Always true where SGLang has no such field (up to 0.5.22).
-        logprob_starts: of every request the first new token whose log-probability is wanted;
-            None where no request of the batch wants any.
+        logprob_starts: of every request the first new token whose log-probability is requested;
+            None if no request of the batch requests any.
         captures: name of the mode in which hidden states are captured.
-        multimodal: whether some request brings an image or sound.
-        replays: how many graphs were replayed.
+        multimodal: whether some request has an image or sound.
+        replays: the number of replayed graphs.
     """
 
     mode: str

@@ -1,7 +1,7 @@
 """PyTorch implementations of the kernels that SGLang's speculative decoding has for accelerators.
 
-Chains of drafts alone (``--speculative-eagle-topk 1``), verified greedily: each request has its
-bonus token and D - 1 drafts after it, D tokens in all, in the order in which they follow.
+Only for chains of drafts (``--speculative-eagle-topk 1``), verified greedily: each request has its
+bonus token and D - 1 drafts after it, D tokens in all, in their order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def move_nothing(
     source_slots: torch.Tensor,
     *_: Any,
 ) -> None:
-    """Replace the mover of K/V, which pools try out when built, and chains never need."""
+    """Replace the mover of K/V, which pools test when built, and chains never need."""
     if not torch.equal(target_slots, source_slots):
         raise NotImplementedError("K/V of accepted drafts is moved in trees of drafts only")
 
@@ -58,11 +58,11 @@ def move_nothing(
 def leave_accepted(
     batch: Any, accept_index: torch.Tensor, num_correct_drafts: torch.Tensor, _allocator: Any
 ) -> None:
-    """Replace the mover of accepted drafts' K/V: those of a chain are in place already.
+    """Replace the mover of accepted drafts' K/V: those of a chain are already in place.
 
     Args:
-        accept_index: [requests, n], the accepted of the batch's tokens; -1 after the last.
-        num_correct_drafts: [requests], how many follow each request's first one.
+        accept_index: [requests, n], indices of accepted tokens in the batch; -1 after the last.
+        num_correct_drafts: [requests], accepted tokens after each request's first one.
     """
     width = batch.input_ids.numel() // len(num_correct_drafts)
     for request, more in enumerate(num_correct_drafts.tolist()):

@@ -2,12 +2,12 @@
 
 With ``GEMMA4_TAIL_FAILURES=FILE`` in a server's environment and a number N in FILE, every Nth
 prefill forward that computes only some of its rows in the tail raises ``InjectedError`` before the
-MLP of one of the tail's layers, each time of another one. FILE is read at every prefill, so the
+MLP of one of the tail's layers, a different one each time. FILE is read at every prefill, so the
 failures can be turned on and off while the server runs; without FILE, or with 0 in it, there are
-none. Each failure is first written down, as one line of JSON, in ``FILE.jsonl``.
+none. Each failure is first recorded as one line of JSON in ``FILE.jsonl``.
 
 With a number of seconds in ``FILE.pause`` every prefill forward first waits that long, or until
-that file is gone: so a test can do something in the middle of a prompt, however fast the machine.
+that file is gone, so that a test can act in the middle of a prompt on any machine.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ VARIABLE = "GEMMA4_TAIL_FAILURES"
 
 
 class InjectedError(Exception):
-    """Raised on purpose, to see what becomes of the forward."""
+    """Raised on purpose, to test how the forward is served then."""
 
 
 def so_far(file: Path) -> list[dict[str, int]]:
-    """Return the failures so far, as the number of the forward and the layer that raised."""
+    """Return the failures so far: the number of the ``forward``, and the ``layer`` that raised."""
     record = file.with_name(f"{file.name}.jsonl")
     if record.exists():
         return [json.loads(line) for line in record.read_text().splitlines()]
@@ -56,7 +56,7 @@ def slow_prefills(file: Path, seconds: float) -> Iterator[None]:
 
 
 def slow_down(model: Any, file: Path) -> None:
-    """Make prefill forwards of ``model``, a ``Gemma4TextModel``, wait as FILE.pause says."""
+    """Make prefill forwards of ``model``, a ``Gemma4TextModel``, wait as FILE.pause specifies."""
     pause = _pause_file(file)
 
     def wait(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

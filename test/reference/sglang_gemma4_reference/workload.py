@@ -1,13 +1,13 @@
 """Random requests to a server, reproducible by seed, and the comparison of two answers.
 
-The traffic is what an operator's users send all at once: short and long prompts, shared prefixes,
-images, input and output log-probabilities, greedy and sampled answers, several answers to one
-prompt, stop strings, streams; some users leave in the middle, some requests are aborted.
+The traffic resembles that of an operator's users: short and long prompts, shared prefixes, images,
+input and output log-probabilities, greedy and sampled answers, several answers to one prompt, stop
+strings, streams; some clients disconnect, some requests are aborted.
 
-Of every answer that part is compared which is the same on every run: all tokens and
-log-probabilities of greedy answers; the log-probabilities of the prompt and of the two likeliest
-first tokens where the answer is sampled (SGLang takes the seed of a request only with deterministic
-inference, which runs as stock); of an aborted answer as much as both servers gave.
+The parts of answers that are the same on every run are compared: all tokens and log-probabilities
+of greedy answers; the log-probabilities of the prompt and of the two likeliest first tokens of
+sampled ones (SGLang uses the seed of a request only with deterministic inference, which runs as
+stock); the common part of aborted ones.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sglang_gemma4_yoco.commands.verify.comparison import Position
 
 LOGPROB_TOLERANCE = 1e-4
 CLOSE_CALL = 2 * LOGPROB_TOLERANCE
-"""Greedy answers may part where the two likeliest tokens' log-probabilities are this close: which
-requests share a forward differs from run to run, and with it the last bits of every sum. Where each
+"""Greedy answers may diverge if the two likeliest tokens' log-probabilities are this close. The
+requests that share a forward differ between runs, and with them the last bits of every sum. If each
 of the two may be off by the tolerance, their order is known from twice the tolerance on."""
 
 FIRST_TEXT_TOKEN = 20  # the tokens before it are special ones
@@ -63,8 +63,8 @@ class Request:
 
     Attributes:
         body: its JSON.
-        leaves_after: seconds after which the client hangs up; None: it waits.
-        aborted_after: seconds after which another client aborts the request; None: none does.
+        leaves_after: seconds after which the client disconnects, or None.
+        aborted_after: seconds after which another client aborts the request, or None.
     """
 
     body: dict[str, Any]
@@ -87,10 +87,10 @@ class Output:
     """One generated text.
 
     Attributes:
-        tokens: the generated ones.
+        tokens: the generated tokens.
         positions: the same with their log-probabilities and those of the two likeliest tokens, or
-            empty if the request did not want them.
-        finish: why it ended: ``length``, ``stop`` or ``abort``; None if the client saw no end.
+            empty if not requested.
+        finish: ``length``, ``stop`` or ``abort``; None if the client saw no end.
     """
 
     tokens: Tokens = ()
@@ -103,10 +103,10 @@ class Answer:
     """Answer to one request.
 
     Attributes:
-        outputs: as many as were wanted; none if there was an error, or the request was interrupted
+        outputs: as many as requested; none if there was an error, or the request was interrupted
             before the first token.
-        read: the prompt's tokens from the wanted one on, with their log-probabilities, or empty.
-        error: that of the server or the connection, where there is no answer.
+        read: the prompt's tokens with their log-probabilities, as requested, or empty.
+        error: that of the server or the connection, if there is no answer.
     """
 
     outputs: tuple[Output, ...] = ()
@@ -212,7 +212,7 @@ class Client:
     def __init__(self, url: str) -> None:
         self.url = url
         self._http = requests.Session()
-        self._http.trust_env = False  # there is no proxy on the way to this machine
+        self._http.trust_env = False  # no proxy for this machine
         self._http.headers["Connection"] = "close"  # threads share it
 
     def post(self, path: str, body: dict[str, Any]) -> requests.Response:
@@ -281,7 +281,7 @@ def _read(replies: Sequence[dict[str, Any]]) -> Answer:
     outputs, read = list[Output](), tuple[Position, ...]()
     for number, reply in enumerate(replies):
         about = reply["meta_info"]
-        # What is aborted while it waits has no number of cached tokens.
+        # A request that is aborted while it waits has no number of cached tokens.
         found = comparing.Answer.of({"meta_info": {"cached_tokens": 0, **about}})
         finish = about["finish_reason"] or {}
         outputs.append(Output(tuple(reply["output_ids"]), found.generated, finish.get("type")))
@@ -342,10 +342,10 @@ def outcomes(prefills: Iterable[Prefill]) -> Counter[str]:
 
 
 def read_rows(prefill: Prefill) -> int:
-    """Return how many rows of a forward are read, by the fields of the scheduler's batch.
+    """Return the number of rows of a forward that are read, by the fields of the scheduler's batch.
 
     In a forward in which no prompt ends it is 0, unless a running request decodes along (one row),
-    or hidden states or log-probabilities of the prompt are wanted.
+    or hidden states or log-probabilities of the prompt are requested.
     """
     lens = prefill.extend_lens
     starts = lens
@@ -359,10 +359,10 @@ def read_rows(prefill: Prefill) -> int:
 
 
 def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
-    """Return how many rows the last layer must compute on the fast path, neither more nor less.
+    """Return the exact number of rows that the last layer must compute on the fast path.
 
     Args:
-        pays: whether to shorten a batch, by its rows and the rows that are read.
+        pays: returns True if a batch is worth cutting, from its rows and the rows that are read.
     """
     total, read = sum(prefill.extend_lens), read_rows(prefill)
     if prefill.multimodal and read > len(prefill.extend_lens):
@@ -373,10 +373,10 @@ def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
 
 
 def held_tokens(client: Client) -> int:
-    """Return the slots that neither are free nor belong to the prefix cache, with no request left.
+    """Return the slots that are neither free nor in the prefix cache, with no request left.
 
     Raises:
-        TimeoutError: there are still requests under way.
+        TimeoutError: some requests are still running or waiting.
     """
     ends = time.monotonic() + 60.0
     while True:
@@ -399,12 +399,12 @@ class Comparison:
 
     Attributes:
         answered: requests that got whole answers from the server under test.
-        aborted: those of the interrupted requests whose answers it ended early.
+        aborted: the interrupted requests whose answers it ended early.
         compared_tokens: tokens found equal.
         compared_logprobs: log-probabilities found within the tolerance.
         largest_difference: of two log-probabilities.
-        close_calls: answers that part at two tokens of nearly the same log-probability.
-        differences: those that are not allowed, as text, with the request's number.
+        close_calls: answers that diverge at two tokens of nearly the same log-probability.
+        differences: those beyond the tolerance, as text, with the request's number.
     """
 
     answered: int = 0
@@ -426,7 +426,7 @@ def compare(
 
     Args:
         likeliest: the log-probabilities of the two likeliest tokens after a prompt, by the stock
-            server; called where greedy answers part.
+            server; called where greedy answers diverge.
     """
     result = Comparison()
     for number, (request, one, other) in enumerate(zip(workload, stock, tested, strict=True)):
@@ -469,7 +469,7 @@ def _compare(
             raise _DifferentError(f"no answer from the {server} server: {answer.error}")
     result.answered += not tested.aborted
     result.aborted += tested.aborted
-    # They come with the first token, before which an interrupted answer may have ended.
+    # They come with the first token; an interrupted answer may have ended before.
     if not request.interrupted or (stock.begun and tested.begun):
         _compare_positions(stock.read, tested.read, "input", result)
     if not request.interrupted and len(stock.outputs) != len(tested.outputs):
@@ -501,7 +501,7 @@ def _compare_greedy(
         if ends != (len(tested.tokens), tested.finish):
             raise _DifferentError(f"{stock} and {tested} end differently")
     result.compared_tokens += same
-    # Where they part, both tokens are compared, so the two are almost tied on both servers.
+    # Where they diverge, both tokens are compared, so the two are almost tied on both servers.
     compared = min(same + 1, len(stock.tokens), len(tested.tokens))
     _compare_positions(stock.positions[:compared], tested.positions[:compared], "output", result)
 

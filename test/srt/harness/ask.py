@@ -46,7 +46,7 @@ class Answer(comparing.Answer):
     Attributes:
         loaded_tokens: of the cached ones, those that came back from the host.
         retractions: how often the request was retracted, and computed again.
-        wanted: how many tokens it must have.
+        wanted: the number of tokens that it must have.
     """
 
     loaded_tokens: int = 0
@@ -60,7 +60,7 @@ class Answer(comparing.Answer):
 
     @property
     def input_logprobs(self) -> list[float]:
-        """Return the log-probabilities of the prompt's tokens, if the request wants them."""
+        """Return the log-probabilities of the prompt's tokens, if requested."""
         return [position.logprob for position in self.read]
 
 
@@ -109,9 +109,9 @@ def assert_alike(
     """Assert that one server takes the fast path for these requests, and gives stock's answers.
 
     Args:
-        ask: sends the requests to one server. Answers that are no ``Answer`` must be equal.
-        rows: what each layer must compute, forward by forward; None: what ``assert_all_fast`` says
-            of ``minimum`` and ``captured``.
+        ask: sends the requests to one server. Results other than ``Answer`` must be equal.
+        rows: the rows that each layer must compute, by forward; None: those that
+            ``assert_all_fast`` requires for ``minimum`` and ``captured``.
         close_calls: as for ``assert_same_answers``.
     """
     both = compare(servers, ask)
@@ -213,17 +213,17 @@ def generate(
 def outputs(server: Server, prompt: Any, **sampling: Any) -> list[list[int]]:
     """Return the token ids of every answer to one prompt, or to a batch of them.
 
-    SGLang mixes decode steps with chunks only of requests that want no log-probabilities, as these.
+    These request no log-probabilities; SGLang mixes decode steps only with chunks of such requests.
     """
     replies = server.generate(input_ids=prompt, sampling_params=GREEDY | sampling)
     return [reply["output_ids"] for reply in listed(replies)]
 
 
 def drafted(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple[Any, ...]]:
-    """Return greedy answers to concurrent prompts: tokens, and how many drafts were right.
+    """Return greedy answers to concurrent prompts: tokens, correct drafts and proposed drafts.
 
-    The latter as a histogram: in how many steps 0, 1, 2, ... drafts were right. The third value is
-    how many an assistant has proposed; None without one.
+    Correct drafts are a histogram: the numbers of steps with 0, 1, 2, ... of them. The number of
+    proposed drafts is None without an assistant.
     """
     sampling = GREEDY | {"max_new_tokens": 24}
     replies = server.generate(input_ids=prompts, sampling_params=sampling, **body)
@@ -254,7 +254,7 @@ def assert_new_weights(
 
     def ask(server: Server) -> list[Answer]:
         answers = []
-        for weights in (own, other, own):  # at last its own, for other tests
+        for weights in (own, other, own):  # finally its own, for other tests
             body = {"model_path": str(weights), "flush_cache": True}
             assert server.post("/update_weights_from_disk", body).json()["success"]
             answers += generate(server, tokens(77, seed=32))

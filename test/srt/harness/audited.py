@@ -59,7 +59,7 @@ class Operations(TorchDispatchMode):
 def functions_entered(engine: Engine, prompts: Sequence[Prompt]) -> set[tuple[str, str, int]]:
     """Return file, name and line of the package's functions in a prefill other than the first.
 
-    Its planning included; lambdas and generators are functions too.
+    Planning is included; lambdas and generators are functions too.
     """
     package, entered = Path(settings.__file__).parent, set[tuple[str, str, int]]()
     scheduled = engine.schedule(prompts)

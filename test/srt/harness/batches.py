@@ -21,7 +21,7 @@ def new_rows(prompts: Sequence[Prompt]) -> int:
 
 
 def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
-    """Return each request's rows that the scheduler or the sampler reads, by its fields."""
+    """Return the number of rows of each request that the scheduler or the sampler reads."""
     kept = []
     for prompt in prompts:
         wanted = 1
@@ -55,5 +55,5 @@ BATCHES = {
     "three, two of them cached": batch_of((30, 40), (0, 7), (90, 1)),
     "input logprobs": [*batch_of((10, 40), logprob_start=35), *batch_of((0, 9))],
 }
-# No decode step, though a graph of decode steps has room for these rows.
+# Not a decode step, though a graph of decode steps has room for these rows.
 ONE_BESIDE_TWO = [*batch_of((10, 40), logprob_start=48), *batch_of((0, 9))]

@@ -1,7 +1,7 @@
 """Defects of the fast path, injected to see that checks find them.
 
-Each is a context manager around forwards of one model; stock's own forwards are not touched. Where
-a model has no place for one (no layer with a window, no captured tail) it yields False.
+Each is a context manager around forwards of one model; stock's own forwards are not touched. It
+yields False if it does not apply to the model (no layer with a window, no captured tail).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
 
 @contextmanager
 def _other_pool(state: ModelState) -> Iterator[bool]:
-    """Look up slots of the full pool in the window's."""
+    """Use slots of the full pool in the window's pool."""
     assert state.attention is not None
     tail = state.attention.tail
     if not hasattr(tail.token_to_kv_pool, "full_to_swa_index_mapping"):
@@ -95,7 +95,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
     def planned(backend: Any, batch: Any) -> None:
         plan(backend, batch)
         metadata = backend.forward_metadata
-        # Behind the last request's the buffer holds arbitrary values, not slots.
+        # After the last request's slots the buffer holds arbitrary values.
         slots, count = metadata.window_kv_indices.clone(), int(metadata.window_kv_indptr[-1])
         slots[:count] = slots[:count].roll(1)
         metadata.window_kv_indices = slots
@@ -110,7 +110,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
 
 
 def _wrong(owner: Any, name: str, wrong: Callable[..., Any]) -> Breakage:
-    """Return a breakage: ``wrong`` replaces a function, which it gets before the arguments."""
+    """Return a breakage: ``wrong`` replaces a function, and gets it before the arguments."""
 
     @contextmanager
     def breakage(state: ModelState) -> Iterator[bool]:

@@ -1,6 +1,6 @@
-"""Calls that the package's lines make, as Python's profiler (``sys.setprofile``) sees them.
+"""Calls made by the package's code, as reported by Python's profiler (``sys.setprofile``).
 
-What Python itself brings is none of them (``len``, ``dict.get``, ``contextlib``).
+Calls of Python's own functions (``len``, ``dict.get``, ``contextlib``) are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_gemma4_yoco import settings
 
 PACKAGE = f"{Path(settings.__file__).parent}/"
 STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
-SGLANGS = "SGLang's "  # before the name of what is called, if it is SGLang's
+SGLANGS = "SGLang's "  # prefix of the callee's name, if it is SGLang's
 
 
 @functools.cache
@@ -27,17 +27,18 @@ def is_of_package(file: str) -> bool:
 
 @functools.cache
 def is_of_python(file: str) -> bool:
-    """Return True for a file of Python's own, or ``<string>``: a dataclass's methods."""
+    """Return True for a file of Python itself, or ``<string>``: a dataclass's methods."""
     return file.startswith("<") or (
         file.startswith(STANDARD_LIBRARY) and "site-packages" not in file
     )
 
 
 def call_of(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
-    """Return the calling frame and the callee's name of a profiler's event, if it is a site.
+    """Return the calling frame and the callee's name of a profiler's event, or None.
 
     Args:
-        frame: of the function that is entered (``call``), or that calls one of C (``c_call``).
+        frame: the frame of the entered function (``call``), or of a C function's caller
+            (``c_call``).
     """
     if event == "call":
         caller = frame.f_back

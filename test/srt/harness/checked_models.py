@@ -64,10 +64,10 @@ TRITON: Shapes = {
     "tiny, window donor, on Triton": (dataclasses.replace(_WINDOW_DONOR, heads=2), (5, 0, 1)),
 }
 AUDITED = 10  # batches of random traffic for each model
-# In the interpreter a check takes some ten seconds: fewer audits, and each model is broken in some
-# of the ways alone, in turn.
+# In the interpreter a check takes about ten seconds, so there are fewer audits, and each model gets
+# only some of the breakages, in rotation.
 _AUDITED_ON_TRITON, _BROKEN_ON_TRITON = 3, 4
-TIMED = ("E2B_MINI", "E4B_MINI")  # models whose time is not all the host's
+TIMED = ("E2B_MINI", "E4B_MINI")  # models whose time is not only the host's
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Result:
 
     Attributes:
         check, audits, proof: the largest error of the unbroken package, in multiples of its bound.
-        cost: what the check and an audit take; see ``costs``.
-        found: breakage -> the error that the check has found, in multiples of its bound.
+        cost: the time of the check and of an audit; see ``costs``.
+        found: breakage -> the error that the check found, in multiples of its bound.
     """
 
     model: str
@@ -116,7 +116,7 @@ class Result:
 
 
 def groups(only: str, models: int | None, triton: bool) -> list[Group]:
-    """Return all groups of models whose shapes' names contain this word."""
+    """Return all groups of models whose shapes' names contain ``only``."""
     shapes, found = SHAPES, []
     if triton:
         shapes = TRITON
@@ -196,10 +196,10 @@ def audited(engine: Engine, state: Any, draws: random.Random, number: int, resul
 
 
 def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
-    """Return the cost in ms of a stock prefill and an audited one; the check's in short prefills.
+    """Return the times in ms of stock, fast and audited prefills; the check's in short prefills.
 
-    Medians of seven, in turns; in a process that times nothing else, on a machine that may. The
-    check has taken so many ``seconds``.
+    They are medians of seven, interleaved; other processes may run on the machine. ``seconds`` is
+    the time of the check.
     """
     auditor = audit.Auditor(state, 1)
     few, many = Prompt((), tuple(range(20, 27))), Prompt((), tuple(range(20, 20 + 512)))
@@ -227,9 +227,9 @@ def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
 def judge(
     engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str], number: int
 ) -> None:
-    """Judge the unbroken package in the check, proofs and ``number`` audits; then every breakage.
+    """Run the check, proofs and ``number`` audits on the unbroken package, then each breakage.
 
-    Proofs are of every graph of the captured tail, full and padded.
+    Proofs compare every graph of the captured tail, full and padded, with its eager layers.
     """
     state, runner = get_state(engine.text_model), engine.runner
     checked = check.check_model(runner, state)
@@ -253,8 +253,8 @@ def judge(
 
 
 def judged(group: Group) -> list[Result]:
-    """Return the results of a group; its process must end, as models' memory stays in use."""
-    # Every row that can be skipped is; the check is called by hand.
+    """Return the results of a group; its process must end, since models' memory stays in use."""
+    # Every row that can be skipped is skipped; the check is called explicitly.
     os.environ |= {settings.name_of("min_skipped_rows"): "1", settings.name_of("self_check"): "0"}
     logging.disable(logging.ERROR)  # deliberate defects are logged again and again
     torch.set_num_threads(1)
@@ -262,11 +262,11 @@ def judged(group: Group) -> list[Result]:
     if group.triton:
         shapes, number = TRITON, _AUDITED_ON_TRITON
         interpreter.make_quick()
-        interpreter.make_exact()  # as it comes, it multiplies bf16 as integers
+        interpreter.make_exact()  # unpatched, it multiplies bf16 as integers
     shape, place = shapes[group.shape][0], list(shapes).index(group.shape)
     seed = 1000 * place + 100 * DTYPES.index(group.dtype)
     if group.triton:
-        seed += 5 * place  # so that every way is taken
+        seed += 5 * place  # so that every breakage is injected
     with engines(shape, group.dtype) as engine:
         for kind in kinds(group.count, seed):
             draw(engine.text_model, dataclasses.replace(shape, outlier_share=0.02, **kind))

@@ -92,7 +92,7 @@ def tensors_unchanged(engine: Engine) -> Iterator[None]:
 
 
 def assert_audited(engine: Engine, prompts: Sequence[Prompt], first_cut: int) -> None:
-    """Assert that a forward is cut, then whole, then the tail again; the answer is stock's."""
+    """Assert that an audited forward runs cut, as stock, and its tail again; answer is stock's."""
     stock, unaudited = assert_fast(engine, prompts)
     with audited(engine):
         both = run(engine, engine.schedule(prompts), "1")
@@ -104,7 +104,7 @@ def assert_audited(engine: Engine, prompts: Sequence[Prompt], first_cut: int) ->
 
 
 def counts() -> tuple[int, int]:
-    """Return how many audits so far agree, and how many found a defect."""
+    """Return the number of audits so far that agreed, and of those that found a defect."""
     return counters.served.audits.agree, counters.served.audits.differ
 
 

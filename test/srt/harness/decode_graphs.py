@@ -1,6 +1,6 @@
 """SGLang's own decode steps, captured by its own runner, and the tail after them.
 
-A GPU's server does this at its start; here ``graph_backend`` records.
+On a GPU a server does this at start; here ``graph_backend`` records.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_gemma4_yoco.core.state import find_state
 
 @contextmanager
 def recorded_decode_steps(engine: Engine) -> Iterator[Any]:
-    """Capture the engine's decode steps by SGLang; yield the runner that replays them."""
+    """Capture the engine's decode steps with SGLang; yield the runner that replays them."""
     runner = engine.runner
     releases.record_decode_steps(runner)
     decode_steps = runner.decode_cuda_graph_runner

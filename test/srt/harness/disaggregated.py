@@ -32,7 +32,7 @@ class Disaggregated:
 
     Attributes:
         prefill: the one that computes the prompts.
-        decode: the one that goes on from there.
+        decode: the one that generates the answers.
         ports: each one's bootstrap port, which its peers use while it prefills.
     """
 
@@ -53,7 +53,7 @@ class Disaggregated:
         return clients.submit(post, self.prefill), clients.submit(post, self.decode)
 
     def generate(self, **body: Any) -> Any:
-        """Return the decode server's /generate answer, with the other server's prompt part."""
+        """Return the decode server's /generate answer, with the other's input log-probabilities."""
         with ThreadPoolExecutor(2) as clients:
             replies = [reply.result() for reply in self.send_to_both(clients, body)]
         for reply in replies:
@@ -79,7 +79,7 @@ class Disaggregated:
     def switch_roles(self) -> Disaggregated:
         """Return the pair after each server has taken the other's role."""
         for server, role in ((self.decode, "prefill"), (self.prefill, "decode")):
-            # The memory must be given, though a CPU has no graphs of decode steps.
+            # The memory must be specified, though a CPU has no graphs of decode steps.
             body = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
             switched = server.post("/pd_role_switch", body).json()
             assert switched["success"], switched
@@ -105,7 +105,7 @@ def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
             *("--disaggregation-bootstrap-port", str(port)),
             "--enable-pd-role-switch",
         )
-        # Spawned, because the reference platform changes what SGLang sends K and V with.
+        # Spawned, because the reference platform changes how SGLang sends K and V.
         how: Any = {"arguments": arguments, "env": _ENVIRONMENT, "spawned": True}
         return started(checkpoint, directory / name, switch=None, **how)
 

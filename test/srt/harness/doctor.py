@@ -11,7 +11,7 @@ from typing import Any
 
 from harness import forked
 
-# ``calls`` comes before it, and ``found`` is where the answers go.
+# ``calls`` and ``found``, the file for the answers, are defined before it.
 _CALLS = """
 import contextlib, io, json, sys
 from sglang_gemma4_yoco.commands.main import main
@@ -50,7 +50,7 @@ class Answer:
 
 
 def environment(**changed: str) -> dict[str, str]:
-    """Return this process's environment, with none of the package's variables but those given."""
+    """Return this process's environment; of the package's variables, only those in ``changed``."""
     ours = "SGLANG_GEMMA4_YOCO"
     kept = {}
     for name, value in os.environ.items():
@@ -65,7 +65,7 @@ def doctor(
     """Call the command several times, in one process that has SGLang imported already.
 
     Returns:
-        Their answers, and what else ``_CALLS`` has found.
+        Their answers, and the document that ``_CALLS`` has written.
     """
     found, log = directory / "answers.json", directory / "output"
     begin = f"calls, found = {[['doctor', *call] for call in calls]!r}, {str(found)!r}\n"

@@ -11,7 +11,7 @@ Family = list[psutil.Process]
 
 
 def assert_killed_alone(command: Sequence[str], find: Callable[[psutil.Process], Family]) -> None:
-    """Kill a command by SIGKILL once ``find`` has its processes, which must end as well."""
+    """Kill a command by SIGKILL once ``find`` returns its processes, which must end as well."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             family = find(psutil.Process(process.pid))

@@ -1,16 +1,16 @@
 """SGLang's programs (``python -m``), forked from a process that has imported SGLang.
 
-A server is three processes, each of which imports SGLang anew: some 40 s of a core, for a model
-that is loaded in one. So a test process has one process that imports it all once, and no more than
-that (``multiprocessing``'s fork server). A program's first process is forked from it. What that one
-starts by ``multiprocessing`` is forked from a second fork server, which it forks off before it does
-anything else. So each process begins as a spawned one does: SGLang imported, nothing of it set up,
-no plugin loaded, the environment that of its parent when it was started.
+A server has three processes, each of which imports SGLang: about 40 s of CPU time, for a model that
+loads in one. So a test process starts one process that imports SGLang once and does nothing else
+(``multiprocessing``'s fork server). A program's first process is forked from it. Before anything
+else, that process forks a second fork server, from which its ``multiprocessing`` children are
+forked. So each process starts like a spawned one: SGLang is imported, nothing of it is set up, no
+plugin is loaded, and the environment is its parent's at the time.
 
-What differs from a spawned process: variables that are read when SGLang is imported are those of
-the test process; ``as_this_process`` returns whether a program may be forked. And a first
-process is not its children's parent: the fork server is, and it passes on the signal that SGLang's
-children send to their parent when they fail.
+There are two differences from spawned processes. Variables that SGLang reads on import are those of
+the test process; ``as_this_process`` returns whether a program may be forked. And a program's first
+process is not the parent of its children: the fork server is, and it forwards the signal that
+SGLang's children send to their parent when they fail.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IMPORTED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.registry",  # and with it all models
 )
-#: The last release whose fork server is started as here.
+#: The last Python release whose fork server can be started like this.
 _LAST_PYTHON = (3, 13)
 _READ_AT_IMPORT = (*("SGLANG_PLATFORM", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"),)
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +53,7 @@ def as_this_process(environment: Mapping[str, str]) -> bool:
 
 
 def preloaded() -> multiprocessing.context.ForkServerContext:
-    """Return ``multiprocessing``'s context whose processes begin with SGLang imported, no more."""
+    """Return ``multiprocessing``'s context whose processes start with SGLang imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED, __name__])
     return context
@@ -63,7 +63,7 @@ class Program:
     """Running program, with the part of ``subprocess.Popen`` that the tests use.
 
     Attributes:
-        pid: of its first process, which is the first of a session of its own.
+        pid: the id of its first process, which leads a session.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Program:
         assert self._process.pid is not None
         self.pid = self._process.pid
         with suppress(ProcessLookupError):  # it has ended
-            while os.getpgid(self.pid) != self.pid:  # it is ended by its group
+            while os.getpgid(self.pid) != self.pid:  # tests signal its process group
                 time.sleep(0.001)
 
     def poll(self) -> int | None:
@@ -95,14 +95,14 @@ class Program:
 
     @property
     def returncode(self) -> int | None:
-        """Return the same as ``poll``."""
+        """Return the result of ``poll``."""
         return self.poll()
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the program has ended.
 
         Raises:
-            subprocess.TimeoutExpired: it has not, within ``timeout`` seconds.
+            subprocess.TimeoutExpired: it has not ended within ``timeout`` seconds.
         """
         self._process.join(timeout)
         status = self.poll()
@@ -132,10 +132,10 @@ def _run(program: list[str], cwd: str, env: dict[str, str], log: str) -> None:
 
 
 def _fork_a_fork_server() -> None:
-    """Fork ``multiprocessing``'s children of this process from a copy of its present state."""
+    """Fork a copy of this process from which its ``multiprocessing`` children are forked."""
     alive, held = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
-        # In a folder that is taken away; a documented function that typeshed does not list.
+        # In a temporary folder; a documented function that typeshed does not list.
         path = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
         listener.bind(path)
         listener.listen()
@@ -165,13 +165,14 @@ def _fork_a_fork_server() -> None:
 
 
 class _Environment(dict[str, str]):
-    """Variables that become those of the process which unpickles them."""
+    """Variables that replace those of the process that unpickles them."""
 
     def __reduce__(self) -> Any:
         return enter_environment, (dict(self),)
 
 
 def enter_environment(env: dict[str, str]) -> None:
+    """Replace this process's environment variables."""
     os.environ.clear()
     os.environ.update(env)
     if env.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):  # read when this module is imported

@@ -1,6 +1,6 @@
 """Single forwards on the engine, off and on: rows that were computed, and lasting state.
 
-``observe`` says what a forward did; here is what it must have done.
+``observe`` records what a forward did; this module asserts what it must have done.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from sglang_gemma4_yoco.patched import patched
 
 # The server arguments of the engine that most tests share.
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
-# Those of a small engine whose kernels Triton's interpreter runs: program by program, of which
-# each part of a request's keys is one.
+# Those of a small engine whose kernels run in Triton's interpreter, one program after another; each
+# split of a request's keys is a program.
 INTERPRETED_ENGINE = ENGINE | {
     "max_total_tokens": 512,
     "max_running_requests": 8,
@@ -82,8 +82,7 @@ def assert_fast(
 
     Args:
         replays: its tail is replayed, so none of its Python runs.
-        changed: fields of ``observe.Expected`` in which this forward differs from what the cut
-            says.
+        changed: fields of ``observe.Expected`` that differ for this forward.
     """
     wanted = expected(engine, prompts)
     assert wanted is not None, "there is nothing to skip"
@@ -118,7 +117,7 @@ def assert_stock(
 
 
 def assert_served_by_stock(stock: Observed, seen: Observed) -> None:
-    """Assert that the result is stock's bit for bit; the last run was one of all rows."""
+    """Assert that the result is stock's bit for bit, and that the last run computed all rows."""
     assert seen.rows[-len(stock.rows) :] == stock.rows
     assert_same_objects(seen)
     assert_same_cache(stock, seen)
@@ -143,14 +142,14 @@ def assert_untouched(engine: Engine) -> None:
 
 
 def outcomes() -> dict[Outcome, int]:
-    """Return how forwards with the fast path on ended, since reports were reset."""
+    """Return the outcomes of forwards with the fast path on, since the counters were reset."""
     found = dict(counters.served.forwards)
     found.pop(SWITCHED_OFF, None)
     return found
 
 
 def times(outcome: object) -> int:
-    """Return how many forwards ended so; a reason is given as itself or by its text."""
+    """Return the number of forwards with this outcome, which may also be given by its text."""
     found = {str(one): number for one, number in counters.served.forwards.items()}
     return found.get(str(outcome), 0)
 
@@ -170,7 +169,7 @@ def failing(
     calls: Container[int] = (0,),
     error: Callable[[str], BaseException] = InjectedError,
 ) -> Iterator[list[int]]:
-    """Make the FFN at ``place`` raise, at these of its calls; yield its numbers so far."""
+    """Make the FFN at ``place`` raise in these of its calls; yield the numbers of its calls."""
     seen: list[int] = []
 
     def hook(*_: Any) -> None:
@@ -205,7 +204,7 @@ def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
 def norm_called(engine: Engine, otherwise: Callable[..., Any]) -> Iterator[None]:
     """Call the model's last norm by ``otherwise(call, rows, *others)``, as another SGLang may.
 
-    A server takes that for third-party code, unless its setting ``trust`` names this module.
+    A server treats that as third-party code, unless its setting ``trust`` names this module.
     """
     last, kind = engine.text_model.norm, type(engine.text_model.norm)
     call = kind.__call__

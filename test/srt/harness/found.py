@@ -14,6 +14,7 @@ from sglang_gemma4_yoco.commands.verify.verify import AGAIN, ALONE, AT_ONCE, CAC
 
 
 def position(token: int, logprob: float, **likeliest: float) -> Position:
+    """Return a position; the names in ``likeliest`` are ``t`` and a token's id."""
     return Position(token, logprob, {int(k[1:]): v for k, v in likeliest.items()})
 
 
@@ -28,7 +29,7 @@ def outcome(
 ) -> dict[str, Any]:
     """Return the document of servers that differ by ``shift``, and stock from itself by ``again``.
 
-    So many tokens of fast's timed prompts were ``cached``.
+    ``cached`` is the number of cached tokens of the fast server's timed prompts.
     """
     sent = [Prompt(prompts.QUESTIONS, {}), Prompt(prompts.PREFIX, {})]
     others = len(sent)

@@ -45,10 +45,10 @@ def cut(rows: int, kept: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
 
 
 def fast_rows(prefill: Prefill, minimum: int | None = 1, captured: Sequence[int] = ()) -> list[int]:
-    """Return the rows that the fast path's layers must compute of this batch, no more and no less.
+    """Return the exact number of rows that each layer must compute on the fast path.
 
     Args:
-        minimum: the server's threshold; None where none is set.
+        minimum: the server's threshold; None if none is set.
         captured: the row counts for which its tail is captured; others are padded to them.
     """
     total = sum(prefill.extend_lens)
@@ -84,11 +84,11 @@ def without_audit(prefill: Prefill) -> Prefill:
 def assert_all_fast(
     prefills: Iterable[Prefill], minimum: int | None = 1, captured: Sequence[int] = ()
 ) -> None:
-    """Assert that every forward computed just the rows that the fast path must.
+    """Assert that every forward computed exactly the rows that the fast path must.
 
-    What can be replayed was, and nothing else. A forward whose requests have one new token each has
-    nothing to skip, and may be whole. There must be a forward that kept at least one row but not
-    all.
+    Every tail that can be replayed was, and no other. A forward whose requests have one new token
+    each has nothing to skip, and computes all rows. At least one forward must keep some of its rows
+    but not all.
     """
     ended = 0
     for prefill in prefills:

@@ -2,7 +2,7 @@
 
 On Triton the rows of one image attend to each other in both directions: SGLang writes a mask into
 the metadata of the runner's attention backend, between planning and the first layer. An image that
-does not lie wholly in one chunk gets none of it, nor do videos and sounds.
+is split between chunks gets no mask, nor do videos and sounds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class MediaPrompt:
         text: a token per byte; ``<|image|>``, ``<|video|>`` and ``<|audio|>`` are one item each.
         cached: how many of the first tokens, all of them text, are in the cache.
         end: where this chunk ends, as an index of the prompt's tokens; None for the prompt's end.
-        is_last: the prompt is broken off at ``end``; else what follows is left for later chunks.
-        logprob_start: position from which on input logprobs are wanted; -1 for none.
+        is_last: the prompt ends at ``end``; else the rest is left for later chunks.
+        logprob_start: the first position with input logprobs; -1 for none.
         size: (height, width) of images in pixels; 48 by 48 make one token.
     """
 
@@ -152,7 +152,7 @@ def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInput
 
 def media_batch(engine: Engine, *prompts: MediaPrompt) -> Any:
     """Return a scheduled batch of these prompts, for an engine of an ``E2B_TINY`` checkpoint."""
-    init_mm_embedding_cache(0)  # the scheduler's task: so that every forward encodes
+    init_mm_embedding_cache(0)  # as the scheduler does; of size 0, so that every forward encodes
     plain: list[Prompt] = []
     media: list[MultimodalInputs | None] = []
     for prompt in prompts:
@@ -178,7 +178,7 @@ class Masks:
 
     Attributes:
         found: the mask in the metadata of the runner's backend before the first layer, or None.
-        survived: whether that metadata and its mask are afterwards the very objects, unchanged.
+        survived: whether metadata and mask are the same, unchanged objects after the last layer.
     """
 
     found: list[torch.Tensor | None] = field(default_factory=list)
@@ -213,10 +213,9 @@ def without_masks(engine: Engine) -> Iterator[None]:
 
 
 def image_mask(batch: Any) -> tuple[torch.Tensor, bool]:
-    """Return the mask of the keys that each new row of ``batch`` sees, in SGLang's layout.
+    """Return the mask of the keys that each new row sees, and whether it is more than causal.
 
-    And whether it is more than causal: images that lie wholly in the chunk attend in both
-    directions.
+    The mask has SGLang's layout. Images that lie wholly in the chunk attend in both directions.
     """
     parts, has_images = list[torch.Tensor](), False
     for req, new, cached in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):

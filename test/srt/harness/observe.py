@@ -1,6 +1,6 @@
 """Observer of a forward: rows per layer, the batch before and after, outputs and K/V.
 
-Looked at from outside, by module hooks and copies of the pools; nothing here uses the package.
+It uses module hooks and copies of the pools; of the package it uses only ``compat.release``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Metadata:
         planned: the metadata object, None where a backend keeps none.
         tensors: the tensors in it, by field.
         contents: copies of them.
-        settings: the backend's own plain values, its window's size among them.
+        settings: the backend's scalar attributes, its window's size among them.
     """
 
     planned: Any
@@ -100,10 +100,10 @@ class Observed:
             attended, and rows whose K and V were passed in to be written.
         modes: the batch's forward mode in these calls, by name.
         backends: the backend of these calls.
-        laid_out: copies of what the batch said of its rows and requests in these calls, by field.
+        laid_out: copies of the batch's fields about its rows and requests in these calls.
         projected: (rows, layers) of each projection of per-layer inputs.
-        positions: [T], what the text model was given.
-        hidden: [T, hidden], what the text model returned.
+        positions: [T], the text model's argument.
+        hidden: [T, hidden], the text model's output.
         output: SGLang's logits output.
         kv: K and V of each layer that owns some.
         before: the fields of the batch as the text model found them.
@@ -204,8 +204,8 @@ def run(engine: Engine, batch: Any, switch: str, *, planned_as: Observed | None 
 
     Args:
         planned_as: another forward of the same requests on the same slots. The runner's own plan
-            must be the same as it was then, and it is looked at before kernels follow it: they
-            trust it with the process's memory.
+            must be the same as then. It is compared before a kernel uses it: with a wrong plan,
+            kernels may access any memory of the process.
     """
     seen = Observed()
     engine.poison(batch)
@@ -361,8 +361,8 @@ def assert_stock(engine: Engine, prompts: Sequence[Prompt], seen: Observed) -> N
 def assert_metadata_unchanged(seen: Observed) -> None:
     """Assert that the runner's plan is unchanged: the same object, with the same values.
 
-    That is more than equal answers need: SGLang's speculative workers plan ahead, and a second
-    forward of the same plan would read what the first left.
+    This is stricter than equal answers require: SGLang's speculative workers plan ahead, and a
+    second forward of the same plan would read what the first left.
     """
     before, after = seen.planned_before, seen.planned_after
     assert before is not None
@@ -420,7 +420,7 @@ def assert_same_answers(stock: Observed, fast: Observed, tolerance: float) -> No
 
 
 def _flat(values: Any) -> torch.Tensor:
-    """Return all numbers of a tree of lists as one tensor; unknown ones are 7."""
+    """Return all numbers of a tree of lists as one tensor; None and NaN become 7."""
     if isinstance(values, torch.Tensor):
         return values.float().flatten()
     if isinstance(values, (list, tuple)):

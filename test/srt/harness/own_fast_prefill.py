@@ -1,6 +1,6 @@
 """An SGLang with a fast prefill of its own, off by default, modelled on its open change #27183.
 
-In words of our own, after what that change does: an argument of the server, two attributes and two
+Written independently, it does what that change does: a server argument, two attributes and two
 methods of the text model, and a cut in the model's loop before the first KV-shared layer.
 """
 
@@ -36,7 +36,7 @@ class Arguments(ServerArgs):
     kv_sharing_fast_prefill: bool = False
 
 
-# Added to the model; below, what goes into its forward: before a layer, and after the norm.
+# Added to the model; below are the parts added to its forward, before a layer and after the norm.
 METHODS = """
 def first_kv_shared_layer_idx(self):
     return self.config.num_hidden_layers - self.config.num_kv_shared_layers
@@ -117,7 +117,8 @@ def _make() -> dict[str, Any]:
 def added() -> Iterator[None]:
     """Add it to SGLang in the ``with`` block, before this package is loaded.
 
-    Its helpers are gone, and it serves no model: one of an earlier test may still be in memory.
+    The package's helpers are removed, and no model is attached: an earlier test's may still be in
+    memory.
     """
     made = _make()
     with pytest.MonkeyPatch.context() as changed:
@@ -132,7 +133,7 @@ def added() -> Iterator[None]:
 
 @contextmanager
 def started(checkpoint: Path, **arguments: Any) -> Iterator[Engine]:
-    """Yield an engine of such an SGLang, into which this package has been loaded.
+    """Yield an engine of such an SGLang, patched by this package.
 
     Args:
         arguments: the server's, the flag among them.

@@ -49,7 +49,7 @@ class OwnProcessFile(pytest.File):
 
 
 class FailedInOwnProcessError(Exception):
-    """Raised if not all tests of a file passed; the message is the end of their pytest's output."""
+    """Not all tests of a file passed; the message is the end of their pytest's output."""
 
 
 class OwnProcess(pytest.Item):
@@ -88,7 +88,7 @@ class OwnProcess(pytest.Item):
 def _helper() -> ProcessPoolExecutor:
     """Return a process with the interpreter's environment; it ends with this one.
 
-    Without what pytest hands to its own children of this run.
+    Variables that pytest sets for its own children are left out.
     """
     environment: dict[str, str] = {}
     for name, value in os.environ.items():

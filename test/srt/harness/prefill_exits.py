@@ -1,8 +1,8 @@
 """Forwards of an engine whose prefills, and whose tail, are captured, compared on three paths.
 
 *Eagerly* as stock; *replayed* as stock, to the end of SGLang's graph; and on the fast path, which
-leaves the graph at the exit of layer S-1 where the batch allows it. A replay runs no Python of a
-layer: what was computed shows in which segments of which graph have run.
+leaves the graph at the exit of layer S-1 if the batch allows it. A replay runs no Python code of a
+layer: the segments that have run show what was computed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Run:
     """Results of one forward.
 
     Attributes:
-        segments: how many of its graph's have run; 0 of a forward that was no replay.
+        segments: the number of its graph's segments that have run; 0 if it was not replayed.
         outcomes: as the package counts them.
         logits: [requests, vocabulary].
-        logprobs: of input tokens, if some were wanted.
-        output: SGLang's own, of which later forwards may overwrite what they do not copy.
-        cache: K and V of each layer with some, at all slots but the one of padding.
+        logprobs: of input tokens, if requested.
+        output: SGLang's output, parts of which later forwards may overwrite.
+        cache: K and V of each layer that owns some, at all slots but the one of padding.
     """
 
     segments: int
@@ -140,12 +140,12 @@ def is_intermediate(prompts: Sequence[Prompt]) -> bool:
 
 
 def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = None) -> Outcome:
-    """Assert that all three ways give the same answers and cache; return the fast one's outcome.
+    """Assert that all three paths give the same answers and cache; return the fast one's outcome.
 
-    The rest of unfinished prompts goes the same three ways, on what the fast one has left.
+    The rest of unfinished prompts runs on the same three paths, from the fast one's cache.
 
     Args:
-        chunk: the batch of ``prompts``, if it goes on from another one.
+        chunk: the batch of ``prompts``, if it continues another one.
     """
     batch, intermediate = chunk or engine.schedule(prompts), is_intermediate(prompts)
     layers = len(engine.text_model.layers)
@@ -167,7 +167,7 @@ def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = 
             assert (one.logprobs is None) == (eager.logprobs is None)
             if eager.logprobs is not None:
                 close(one.logprobs, eager.logprobs)
-    if segments:  # the very same graph of the very same rows
+    if segments:  # the same graph on the same rows
         assert all(map(torch.equal, stock.cache, fast.cache))
     if rest := rest_of(prompts):
         assert_served_alike(engine, rest, engine.next_chunk(batch, prompts))

@@ -1,8 +1,8 @@
 """Property tests of fast against stock on random batches of random models.
 
-Lengths are drawn relative to the model's window, so that its edges are met whatever it is. A
-property says of every example whether the fast path was active, by the rows that each layer
-computed; only then do equal answers mean anything, and a minimum of such examples is demanded.
+Lengths are drawn relative to the model's window, so that its edges are covered for every model. A
+property returns whether the fast path was active for an example, by the rows that each layer
+computed. Only then do equal answers mean anything, so a minimum of such examples is required.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Request:
     """Request before the model is known.
 
     Attributes:
-        wanted: which part of its tokens has input logprobs, None for none.
+        wanted: the share of its tokens with input logprobs, from the end; None for none.
         to_come: tokens that are left for later chunks.
     """
 
@@ -234,7 +234,7 @@ class Property:
     Attributes:
         says: asserts it, and returns whether the fast path was active.
         hard: batches that every model must be tried on.
-        kind: of the random ones.
+        kind: the arguments of ``batches`` for the random ones.
     """
 
     says: Callable[[Engine, Batch], bool]

@@ -12,12 +12,12 @@ from scripts.bench import bench_prefill
 from sglang_gemma4_reference.engine import Prompt
 from sglang_gemma4_yoco import counters
 
-#: How much farther than stock's own rounding an answer may be from stock's.
+#: The largest distance of an answer from stock's, in multiples of stock's own rounding.
 ALLOWED = 2.0
-#: Of K and V. Stock's own replays of a padded bucket are up to 0.012 from its eager layers (H200).
+#: For K and V. Stock's own replays of a padded bucket are up to 0.012 from its eager layers (H200).
 LARGEST_CACHE_ERROR = 0.02
-#: Of the prompts whose rounding is found. In longer ones a decode step of Triton's sees a key fewer
-#: in its window of 512 than a prefill does.
+#: The lengths of the prompts of ``find_rounding``. In longer ones a decode step on Triton sees one
+#: key fewer in its window of 512 than a prefill does.
 ROUNDED = (40, 257, 300, 511)
 
 
@@ -53,9 +53,9 @@ class Answer:
     """Answer of one forward.
 
     Attributes:
-        path: what the package reports of it.
+        path: the outcomes that the package reports.
         logits: [B, vocabulary], in double precision.
-        cache: K and V of each layer with some, at the slots that were written.
+        cache: K and V of each layer that owns some, at the slots that were written.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Answer:
 
     @classmethod
     def of(cls, engine: Any, batch: Any, way: str) -> Answer:
-        """Run a batch, over K and V that are poisoned."""
+        """Run a batch, over poisoned K and V."""
         engine.poison(batch)
         counters.served.forwards.clear()
         logits = bench_prefill.timed(engine, batch, way)[1].double()
@@ -74,7 +74,7 @@ class Answer:
         """Return the distance from ``other``, which is right, and whether that is rounding.
 
         Args:
-            other: what stock gave, or the same way with other kernels.
+            other: stock's answer, or that of the same path with other kernels.
             rounding: of this model and device; see ``find_rounding``.
         """
         errors = []
@@ -88,6 +88,6 @@ class Answer:
             "same_logits": torch.equal(self.logits, other.logits),
             "same_cache": all(map(torch.equal, self.cache, other.cache)),
         }
-        # Comparisons with what is no number are false.
+        # Comparisons with NaN are False.
         is_near = found["distance"] <= ALLOWED * rounding
         return found | {"right": is_near and found["cache_error"] <= LARGEST_CACHE_ERROR}

@@ -1,7 +1,7 @@
 """End-to-end effect of rounding alone on a forward.
 
-That depends on the model: where a head attends to few keys, one rounding can make it attend to
-others. So stock itself is made to round otherwise, and its answers show how far that takes them.
+It depends on the model: where a head attends to few keys, one rounding can make it attend to
+others. So the rounding of stock itself is perturbed, and its answers show the effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_gemma4_reference.engine import Engine
 def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
     """Perturb the rounding of attention and FFN in the tail's layers: by up to eps / 2 more.
 
-    The tail begins in the donor, which is cut.
+    The tail begins in the donor, in which the cut is.
     """
     config = engine.text_model.config
     first_cut = config.num_hidden_layers - config.num_kv_shared_layers - 1

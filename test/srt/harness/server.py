@@ -73,13 +73,13 @@ def wait_until(
     """Return the first true value of ``condition()``.
 
     Args:
-        condition: called about every 20 ms; what it raises ends the waiting.
-        what: what is waited for, for the error.
-        seconds: how long.
-        explain: what to show beside it.
+        condition: called about every 20 ms; an exception ends the waiting.
+        what: the description of the condition, for the error.
+        seconds: the timeout.
+        explain: returns more text for the error.
 
     Raises:
-        TimeoutError: it has not come true in time.
+        TimeoutError: the condition was not true in time.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -92,15 +92,15 @@ def wait_until(
 
 
 class ServerDiedError(Exception):
-    """Raised if the server's first process has ended; the message has the end of its log."""
+    """The server's first process has ended; the message has the end of its log."""
 
 
 class Server(servers.Server):
     """A server as the commands start it, with the rows that its layers computed.
 
     Attributes:
-        checkpoint: what it serves.
-        failures: the file that says how often its tail is to fail (``tail_failures``).
+        checkpoint: the checkpoint that it serves.
+        failures: the file that sets how often its tail fails (``tail_failures``).
     """
 
     PATIENCE = 0.0  # killed at once: nothing that it would save on exit is needed
@@ -153,7 +153,7 @@ class Server(servers.Server):
         """Return when /health answers 200.
 
         Raises:
-            ServerDiedError: it has ended, and not for a port that was taken.
+            ServerDiedError: it has ended, and not because its port was taken.
             TimeoutError: it takes too long.
         """
         self.wait_until(self.is_healthy, "a healthy server", timeout)
@@ -214,7 +214,7 @@ class Server(servers.Server):
     def resolved(self, argument: str) -> Any:
         """Return the scheduler's value of a server argument, which may differ from the given one.
 
-        The same in all of its model processes.
+        Assert that it is the same in all model processes.
         """
         first, *others = (s[argument] for s in self.get("/server_info")["internal_states"])
         for other in others:
@@ -259,12 +259,12 @@ def started(
     """Start a server of ``checkpoint``; it and all its children are dead after the block.
 
     Args:
-        checkpoint: what to serve.
-        directory: where its log and row trace go; made if need be.
+        checkpoint: the checkpoint to serve.
+        directory: the folder for its log and row trace; made if need be.
         switch: value of ``SGLANG_GEMMA4_YOCO``; None leaves it unset.
         arguments: further ones for the command line.
-        env: variables that differ from this process's; None takes one away.
-        spawned: each of its processes starts as users' do, which takes a while; see ``forked``.
+        env: variables that differ from this process's; None removes one.
+        spawned: start its processes as a user's server does, which takes longer; see ``forked``.
     """
     changed: dict[str, str | None] = {
         "SGLANG_PLATFORM": "gemma4_cpu",
@@ -328,7 +328,7 @@ def python_path(directory: Path) -> str:
 
 
 def changed_package(directory: Path, file: str, changes: Mapping[str, str]) -> str:
-    """Return a PYTHONPATH with a copy of the package, in a file of which text is changed."""
+    """Return a PYTHONPATH with a copy of the package in which text of one file is changed."""
     package = Path(sglang_gemma4_yoco.__file__).parent
     copy = directory / package.name
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))

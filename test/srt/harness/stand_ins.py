@@ -56,8 +56,8 @@ def prefill_graphs(backend: str, named: str | None = None, **sizes: Any) -> Iter
     """Give the server prefill graphs of this backend in the ``with`` block.
 
     Args:
-        named: what the operator has given by name; None where SGLang has chosen.
-        sizes: of its ``PhaseConfig``.
+        named: the backend that the operator has named; None if SGLang has chosen.
+        sizes: other fields of its ``PhaseConfig``.
     """
     config = CudaGraphConfig(prefill=PhaseConfig(backend=backend, **sizes))
     arguments = SimpleNamespace(cuda_graph_config=config, cuda_graph_backend_prefill=named)
@@ -66,7 +66,7 @@ def prefill_graphs(backend: str, named: str | None = None, **sizes: Any) -> Iter
 
 
 def eligible_batch(**changes: Any) -> ForwardBatch:
-    """Return three changed prompts of 3, 4 and 2 new tokens. May skip: ``skip_on_older``."""
+    """Return a batch of three prompts with these fields changed. May skip: ``skip_on_older``."""
     skip_on_older("ForwardBatch", changes.keys() - ForwardBatch.__dataclass_fields__)
     lens = changes.get("extend_seq_lens_cpu", [3, 4, 2])
     fields: dict[str, Any] = {
@@ -115,7 +115,7 @@ def reason_of(served: Any, forward_batch: Any) -> Refusal | None:
 
 
 class Doubled(UnquantizedLinearMethod):
-    """Weights stored at half their size, as quantised layers store them scaled."""
+    """Linear method for weights stored at half their value, as quantised ones are stored scaled."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         output: torch.Tensor = super().apply(layer, x, bias) * 2
@@ -138,5 +138,5 @@ def halved_weights(projection: Any) -> Iterator[None]:
 
 
 def tail_of(forward_batch: Any, *, decodes: bool = True) -> TailBatch:
-    """Return the tail of a batch, planned as after the gate has admitted it."""
+    """Return the tail of a batch, as it is planned for an eligible batch."""
     return TailBatch.of(forward_batch, eligibility.find_kept_rows(forward_batch), decodes=decodes)

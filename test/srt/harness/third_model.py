@@ -3,7 +3,7 @@
 It has little in common with Gemma: no per-layer inputs, no norms of queries and keys, scores that
 are divided by sqrt(head_dim), and layers that add to the residual stream themselves. The KV-shared
 layers, with a window and without, all read K and V of the last layer before them. Embeddings are
-scaled in place, and its caller makes them. ``third_yoco`` has what the package must know of it.
+scaled in place, and its caller makes them. ``third_yoco`` is its adapter.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ThirdAttention(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any
     ) -> torch.Tensor:
-        """Attend: [rows, hidden]."""
+        """Return the update of the residual stream: [rows, hidden]."""
         projected, _ = self.qkv_proj(hidden_states)
         q, k, v = projected.split(self.sizes, dim=-1)
         q, k = self.rotary_emb(positions, q, k)
@@ -76,7 +76,7 @@ class ThirdMLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, bias=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Compute what is added: [rows, hidden]."""
+        """Return the update of the residual stream: [rows, hidden]."""
         gated, _ = self.gate_up_proj(rows)
         added: torch.Tensor = self.down_proj(self.act_fn(gated))[0]
         return added
@@ -95,7 +95,7 @@ class ThirdLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any
     ) -> torch.Tensor:
-        """Add to the residual stream: [rows, hidden]."""
+        """Return the residual stream after this layer: [rows, hidden]."""
         normed = self.input_layernorm(hidden_states)
         rows = hidden_states + self.self_attn(positions, normed, forward_batch)
         added = self.mlp(self.post_attention_layernorm(rows))
@@ -122,7 +122,7 @@ class ThirdTextModel(nn.Module):
         pp_proxy_tensors: Any,  # noqa: ARG002 - so that embeddings are at another place
         input_embeds: torch.Tensor,
     ) -> torch.Tensor:
-        """Run all layers: [T, hidden], normed."""
+        """Return the rows after all layers and the norm: [T, hidden]."""
         rows = input_embeds.mul_(self.config.hidden_size**0.5)
         for layer in self.layers:
             rows = layer(positions=positions, hidden_states=rows, forward_batch=forward_batch)

@@ -1,4 +1,4 @@
-"""The package's part of ``third_model``, like the files of ``models/``."""
+"""The adapter of ``third_model``, like the files of ``models/``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Hugging Face's Gemma 4 in fp32, the reference for answers.
 
-It computes every row in every layer. From a checkpoint in bf16 it has the very same weights as a
-server in bf16, for every bf16 number is an fp32 number as well.
+It computes every row in every layer. Loaded from a checkpoint in bf16, it has the same weights as a
+server in bf16, since every bf16 number is also an fp32 number.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def logprobs(model: Gemma4ForConditionalGeneration, prompt: Sequence[int]) -> to
 def continuation(
     model: Gemma4ForConditionalGeneration, prompt: Sequence[int], count: int
 ) -> list[int]:
-    """Return the ``count`` tokens that come after ``prompt``, each the most likely one.
+    """Return the ``count`` tokens after ``prompt``, each the most likely one.
 
-    ``generate`` of transformers 5.23 and later skips rows of the KV-shared layers as well, unless
-    it is to keep all logits.
+    ``generate`` of transformers 5.23 and later also skips rows of the KV-shared layers, unless it
+    keeps all logits.
     """
     rows = []
     last = model.model.language_model.layers[-1]
@@ -114,7 +114,7 @@ def assert_no_further(
         fast: log-probabilities of the fast path: [prompts, vocab].
         stock: of the stock forward, in the same type.
         truth: in fp32, of the same weights.
-        at_most: of stock's error, root of the mean square; more is another model.
+        at_most: the largest root mean square of stock's error; more means another model.
     """
     of_fast, of_stock, apart = Error.of(fast, truth), Error.of(stock, truth), Error.of(fast, stock)
     assert _NOT_FP32 < of_stock.rms < at_most, of_stock

@@ -1,6 +1,6 @@
 """Secrets as users give them to a server, and a search of a command's output for them.
 
-Each is a mark that is nowhere else; tests look for the mark in whatever was printed or written.
+Each has a mark that occurs nowhere else; tests search everything printed or written for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "hunter2-Zq"
-#: That of variables: it must not be found for a flag's that is not looked for.
+#: The mark of variables; another one, so that redacting variables hides no flag's secret.
 OTHER_MARK = "swordfish-Zq"
 _CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 #: Flags of a server, by how a secret is given. SGLang 0.5.23 accepts these.

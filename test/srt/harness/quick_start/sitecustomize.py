@@ -1,7 +1,7 @@
 """Start-up of all Python processes of the tests, whose PYTHONPATH has this folder.
 
-Each process of a server imports some 8000 modules. A fifth of that time it collects garbage among
-what stays anyway, and a test run starts two hundred such processes.
+Each process of a server imports about 8000 modules, and spends a fifth of that time on collecting
+garbage among objects that stay alive. A test run starts two hundred such processes.
 
 A deprecated function that the package calls is an error, as in pytest's own process.
 """
