@@ -202,7 +202,7 @@ def measure_forwards(part: str, args: argparse.Namespace) -> int:
 
 
 def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
-    """Return the command that measures a part in a process of its own, alone on the GPU."""
+    """Return the command that measures a part in a separate process, alone on the GPU."""
     small = args.preset.endswith("TINY")
     name = re.sub(r"[^a-z0-9]+", "-", f"{args.preset} {device_name(device)}".lower()).strip("-")
     path = os.path.relpath(args.results / f"gpu_{part}_{name}.json", REPO)

@@ -26,7 +26,7 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 def new_parser(about: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose ``--help`` shows ``about`` as it is, and the defaults.
+    """Return a parser whose ``--help`` shows ``about`` unchanged, and the defaults.
 
     It accepts no abbreviated flags: the secrets in ``--server-args`` must be found.
     """

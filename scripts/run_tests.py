@@ -28,7 +28,7 @@ from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare, run
 FOLDERS = ("rehearsal", "server", "triton", "forward", "scripts", "unit", "models")
 DEFAULT = ("-m", "not release")
 QUICK = ("-m", "(unit or forward or models) and not slow and not release")
-# test/srt/conftest.py says which tests stay together.
+# test/srt/conftest.py determines which tests stay together.
 IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder")
 # test/reference is not installed where a GPU is.
 GPU = ("-s", "-p", "no:xdist", "-o", "pythonpath=test/srt test/reference", "test/srt/gpu")

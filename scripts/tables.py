@@ -208,7 +208,7 @@ def list_host(document: Document) -> Rows:
 
 
 def list_replayed(document: Document) -> Rows:
-    """Yield prefills that SGLang replays, beside eager ones."""
+    """Yield times of prefills that SGLang replays, and of eager ones."""
     for point in document["points"]:
         for way, seen in point["replayed"].items():
             if seen["times"]:  # on a GPU

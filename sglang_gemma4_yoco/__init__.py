@@ -10,8 +10,7 @@ SGLang loads it through the ``sglang.srt.plugins`` entry point; ``SGLANG_GEMMA4_
 off. Importing this module imports neither torch nor SGLang.
 
 The path of one prefill. S is the first KV-shared layer of L; layer S-1, the donor (KV source
-layer), is the last one with K and V of its own. Layers S-1 to L-1 are the tail (the
-cross-decoder)::
+layer), is the last one with its own K and V. Layers S-1 to L-1 are the tail (the cross-decoder)::
 
     1  SGLang plans the batch's attention. Then core/plan.py decides on the batch. If it is eligible
        (core/eligibility.py) and worth cutting (core/worth.py), its Plan is stored on it: the kept

@@ -62,7 +62,7 @@ def watch_parent() -> None:
 
 
 def in_a_process_of_its_own(group: Group) -> list[Result]:
-    """Return the results of all models of a group, computed in a process of its own."""
+    """Return the results of all models of a group, computed in a separate process."""
     from harness import checked_models
 
     spawning = multiprocessing.get_context("spawn")

@@ -300,7 +300,7 @@ def must_have_spread(logits: torch.Tensor) -> None:
 
 @contextmanager
 def served(engine: Any, way: str) -> Iterator[None]:
-    """Turn the fast path and SGLang's replays on or off in the ``with`` block, as ``way`` says."""
+    """Turn the fast path and SGLang's replays on or off for ``way`` in the ``with`` block."""
     from sglang_gemma4_reference.engine import switched
     from sglang_gemma4_yoco import compat
     from sglang_gemma4_yoco.core import eligibility
@@ -453,7 +453,7 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
     """
     batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size), slots=None)
     path, rows = path_taken(engine, batch, load)
-    # On a GPU each shape may choose, load or compile kernels of its own.
+    # On a GPU each shape may select, load or compile its own kernels.
     if load.total <= WARM_UP_ROWS or engine.runner.device == "cuda":
         for way in WAYS:
             timed(engine, batch, way)

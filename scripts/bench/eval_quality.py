@@ -89,7 +89,7 @@ def ask_gsm8k(args: argparse.Namespace, url: str) -> Answers:
     import lm_eval
     import yaml
 
-    # lm-eval asks for a key even where none is checked; the server is this machine's.
+    # lm-eval requires a key even if none is checked; the server is on this machine.
     os.environ |= {"OPENAI_API_KEY": "none", "NO_PROXY": "127.0.0.1,localhost"}
     home = Path(lm_eval.__file__).parent
     task: dict[str, Any] = yaml.safe_load((home / "tasks/gsm8k/gsm8k.yaml").read_text())

@@ -12,7 +12,7 @@ to release for the CPU platform: their tests run with the newest one only, in ev
     python3 scripts/dev/version_matrix.py prerelease  # the newest one, pre-releases included
     python3 scripts/dev/version_matrix.py 0.5.23 --override transformers==5.24.0
 
-The last one overrides a package that SGLang pins, as users do who upgrade it. ``newest`` and
+The last one overrides a package that SGLang pins, as users who upgrade it do. ``newest`` and
 ``prerelease`` run with ``SGLANG_GEMMA4_YOCO_UNTESTED=1``: an untested release runs as stock
 otherwise.
 

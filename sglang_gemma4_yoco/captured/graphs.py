@@ -35,7 +35,7 @@ class Inputs:
         requests: [n], the requests' rows in SGLang's table of tokens; 0 is reserved.
         lengths: [n], tokens of each request.
         embeds: [n, hidden], the kept rows' input embeddings; None without per-layer inputs.
-        embedded: [n, L - S + 1, width], their per-layer embeddings; None without any.
+        embedded: [n, L - S + 1, width], their per-layer embeddings, or None.
     """
 
     rows: torch.Tensor

@@ -4,7 +4,7 @@ Answers cannot be compared: in bf16 one rounding can make sharp attention pick a
 stock's steps are recorded. Then the cut runs on stock's rows, and the result of each step of layers
 S-1 to L-1 is compared with stock's and replaced by it: K and V, per-layer inputs, queries,
 attention, the layer's output, and finally the rows after the norm. Attention also runs with zero
-queries. Their result is the mean of all values that a row attends to: one key more or less changes
+queries. The result is the mean of all values that a row attends to: one key more or less changes
 it, however sharp the weights.
 
 A captured tail is compared as a whole with an eager run of its layers on the same rows.
@@ -44,8 +44,8 @@ _FINAL = "normed output"
 # Values are normed to size 1, so the error of a sum is some eps of fp32 even if they cancel.
 _OF_VALUES = 4.0
 # Root mean square of r roundings on each side: 0.27 * sqrt(r). A GPU may sum a product in up to 16
-# parts, and round the sum after each: 8 more of the whole sum's size. So r is 5 + 8 of per-layer
-# inputs (projected, scaled, normed, added, scaled), and 3 + 8 of queries and keys (projected,
+# parts, and round the sum after each: 8 more of the whole sum's size. So r is 5 + 8 for per-layer
+# inputs (projected, scaled, normed, added, scaled), and 3 + 8 for queries and keys (projected,
 # normed, rotated).
 _PROJECTED = Tolerance()
 _WEIGHTED = Tolerance(of_rows=True, floor=_OF_VALUES)

@@ -71,11 +71,11 @@ class SyntheticRequests:
         finishes: bool = True,
         given: Mapping[int, KeysAndValues] | None = None,
     ) -> ForwardResult:
-        """Run one forward that is not counted.
+        """Run one forward, which the served model's counters do not count.
 
         Args:
             state: the model's, or a copy with other fields, which serves the forward.
-            starts: each request's first new token with input logprobs; None without any.
+            starts: each request's first new token with input logprobs, or None.
             finishes: some request's prompt ends here.
             given: ``ForwardResult.caches`` of layers that do not run, written to the pool first.
         """

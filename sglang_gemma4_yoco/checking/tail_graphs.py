@@ -58,7 +58,7 @@ def check_graphs(tail: TailGraphs, runner: Any) -> str | None:
 
 
 def compare_graph(tail: TailGraphs, runner: Any, size: int) -> list[Difference]:
-    """Compare the graph for ``size`` rows with the eager layers, with most and with no padding."""
+    """Compare the graph for ``size`` rows with the eager layers, with the most padding and none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((rows for rows in tail.rows if rows < size), default=0) + 1
     bucket, found = tail.buckets[size], list[Difference]()

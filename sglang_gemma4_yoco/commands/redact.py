@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-#: SGLang's flags whose values are shown: what is served, and how. Each takes one value, which is a
-#: number, a choice, or the model: never free text, JSON or an address.
+#: SGLang's flags whose values are shown: the model, and how it is served. Each takes one value: a
+#: number, a choice, or the model; never free text, JSON or an address.
 SHOWN = (
     *("--model-path", "--model", "--device", "--dtype", "--quantization", "--kv-cache-dtype"),
     *("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"),

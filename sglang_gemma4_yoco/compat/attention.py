@@ -71,7 +71,7 @@ def list_parts(backend: Any) -> list[Any]:
 def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
     """Return a second attention backend over the runner's memory pools, registered as Triton's.
 
-    Its steps are planned for the window of these decoder layers: for Gemma 3n that is 512, where
+    Its steps are planned for the window of these decoder layers: for Gemma 3n that is 512, while
     the runner's is 511. Stock's rows use the layers' window.
     """
     backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)
@@ -143,5 +143,5 @@ def count_keys_in_window(attention: Any) -> int:
 
 
 def find_window(layers: Iterable[Any]) -> int:
-    """Return the largest window of these decoder layers, in keys; 0 without any."""
+    """Return the largest window of these decoder layers, in keys; 0 if none has one."""
     return max(count_keys_in_window(layer.self_attn.attn) for layer in layers)

@@ -31,8 +31,8 @@ class Backend(NamedTuple):
         flags: the values of ``--attention-backend`` for which SGLang builds it for this model.
         prefills: ``RUN``, ``READ`` or ``STOCK``.
         tests: files below ``test/srt``, or tests in them. They show that the class is correct; if
-            ``READ``, that another class in its place is; if ``STOCK``, that it is refused.
-        tail: tests that run the tail on it. Without them it must not run the tail.
+            ``READ``, that a class used in its place is; if ``STOCK``, that it is refused.
+        tail: tests that run the tail on it. If empty, it must not run the tail.
         chosen: when SGLang chooses it.
         note: for the documents, in Markdown.
         reason: the reason for refusing a server, if not the general one.

@@ -26,7 +26,7 @@ def get_captured_steps(runner: Any) -> Any | None:
 
 
 def make_graph_backend(decode_steps: Any) -> Any:
-    """Return an SGLang graph backend with a memory pool of its own.
+    """Return an SGLang graph backend with its own memory pool.
 
     In the pool of SGLang's graphs, memory that is free in a capture may be in use in a replay.
     """
@@ -49,7 +49,7 @@ def capture_session(decode_steps: Any, backend: Any) -> Iterator[None]:
 
 
 def find_memory_reason(device: torch.device) -> str | None:
-    """Return why nothing can be captured, or None: a failed capture stops every rank."""
+    """Return why nothing can be captured, or None; a failed capture would stop every rank."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()  # PyTorch's cached blocks are free

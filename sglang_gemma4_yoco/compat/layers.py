@@ -9,7 +9,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 
 def get_rows(output: Any) -> torch.Tensor:
-    """Return the hidden states in a text model's output, [T, hidden] or a tuple that begins so."""
+    """Return the hidden states [T, hidden] of a text model's output, which may be a tuple."""
     if isinstance(output, tuple):
         output = output[0]
     rows: torch.Tensor = output

@@ -72,7 +72,7 @@ class CachedTokens:
     """K and V of some tokens in a layer's pool.
 
     Attributes:
-        slots: where the tokens are in the pool.
+        slots: [tokens], their slots in the pool.
         keys, values: of the whole pool, each [slots, kv_heads, head_dim].
     """
 

@@ -20,9 +20,9 @@ _DUMPER = "DUMPER_"  # the variables of SGLang's dumper, whose names are made of
 
 
 def read_argument(name: str) -> Any | None:
-    """Return a resolved argument of the running server; None outside of a server.
+    """Return a resolved argument of the running server.
 
-    None, too, if this SGLang lacks the argument.
+    None outside of a server, or if this SGLang lacks the argument.
     """
     args = get_published_arguments()
     if not hasattr(args, name):
@@ -41,7 +41,7 @@ def has_name(name: str) -> bool:
 
 
 def has_fast_prefill() -> bool:
-    """Return True if this SGLang has a fast prefill of its own, on or off."""
+    """Return True if this SGLang has its own fast prefill, on or off."""
     return has_name(FAST_PREFILL)
 
 

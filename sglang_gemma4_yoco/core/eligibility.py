@@ -1,7 +1,7 @@
 """Eligibility of a batch, decided once, right after SGLang has planned its attention.
 
 A false positive silently corrupts answers, a false negative costs time. So a batch is cut only if
-nothing but its kept rows is known to be read, and its lengths are plain lists on the host. The
+it is known that only its kept rows are read, and if its lengths are plain lists on the host. The
 decision depends only on host fields, which are the same on every rank. Server-wide reasons are in
 ``loading/unsupported.py``.
 """

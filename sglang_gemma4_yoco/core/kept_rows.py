@@ -2,8 +2,8 @@
 
 A batch holds requests i with n_i new tokens after p_i cached ones. Its hidden states have
 T = n_0 + n_1 + ... rows, request after request. Request i keeps its last m_i rows, 1 <= m_i <= n_i:
-one row, or more if it wants input logprobs. Kept suffixes are again an extend batch, of m_i new
-tokens after p_i + n_i - m_i cached ones::
+one row, or more for input logprobs. Kept suffixes are again an extend batch, of m_i new tokens
+after p_i + n_i - m_i cached ones::
 
     n = [3, 4, 2] after p = [0, 10, 0], one row each  ->  rows 2, 6, 8: [1, 1, 1] after [2, 13, 1]
 """

@@ -30,7 +30,7 @@ residual stream as one tensor. An attention is called with queries, K and V, the
 **The check at start** (``checking/layerwise.py``) runs each step of the tail on stock's input. Its
 tolerances assume that
 
-- a row of keys is about as long as ``get_key_scale`` says, and the queries' length is measured;
+- a row of keys is about as long as ``get_key_scale`` implies, and the queries' length is measured;
 - scores are their products, multiplied by the attention's ``scaling``, without a bias or a cap;
 - values are of about size 1 in every head;
 - a layer adds at most two or three sums to its residual, and ``norm`` does not shift its rows.

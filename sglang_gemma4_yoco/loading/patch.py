@@ -1,10 +1,10 @@
 """Wrap SGLang's methods, and add the two helpers of ``published`` to Gemma 4.
 
-These are the forwards of text models, ``WRAPPED`` and ``OPTIONAL``. A text model for which SGLang
-lacks a symbol is left unpatched; the others are patched.
+The methods are the forwards of text models, and those in ``WRAPPED`` and ``OPTIONAL``. A text model
+for which SGLang lacks a symbol is left unpatched; the others are patched.
 
 Methods are replaced, not classes, so modules that imported a class by name are patched too. An
-SGLang with a fast prefill of its own keeps its helpers, which its flag calls.
+SGLang with its own fast prefill keeps its helpers, which its flag calls.
 
 These methods run in every server, whatever model it serves. So each calls this package inside
 ``runner_setup.guarded``, which contains errors. ``core`` guards a text model's forward.

@@ -1,9 +1,9 @@
 """Third-party code on the activation path: classes, methods, functions, hooks.
 
 SGLang's own code reads only the kept rows of the text model's output. Third-party code may read any
-row, and the others were never computed. So unknown code refuses a server unless its operator trusts
-it. Code is identified by the module that defines it: for functions by their globals, which
-``functools.wraps`` does not copy.
+row, and the other rows are never computed. So a server with unknown code is refused unless its
+operator trusts that code. Code is identified by the module that defines it: for functions by their
+globals, which ``functools.wraps`` does not copy.
 
 The inspection runs when a runner starts. It does not follow calls inside functions, such as
 kernels.
@@ -92,7 +92,7 @@ def find_third_party_code(outer: type, runner: Any = None) -> ServerRefusal | No
 
     Args:
         outer: the class of the model around the text model.
-        runner: SGLang's ``ModelRunner``; None where no model is loaded.
+        runner: SGLang's ``ModelRunner``; None if no model is loaded.
     """
     try:
         refused = list(_find_unknown(outer, runner))

@@ -184,8 +184,8 @@ def find_argument_reason() -> ServerRefusal | None:
     replays = compat.server.get_cuda_graph_backend("prefill") is not None
     if replays and compat.server.read_variable(POSITIONS_VARIABLE):
         return WRONG_REPLAYS
-    # It is on, or can be turned on over HTTP. If neither holds when the model is loaded, it has no
-    # hooks and never dumps a tensor.
+    # The dumper is on, or can be turned on over HTTP. If neither holds when the model is loaded, it
+    # has no hooks and never dumps a tensor.
     if compat.server.dumper.may_enable:
         return DUMPER
     if read_argument("kv_canary") not in (None, "none"):
@@ -371,7 +371,7 @@ def has_independent_rows(layer: Any) -> bool:
         return False
     if kind == "UnquantizedLinearMethod":
         return compat.layers.is_plain_tensor(layer.weight)
-    if kind == "BitsAndBytesLinearMethod":  # in 8 bits all rows select columns
+    if kind == "BitsAndBytesLinearMethod":  # in 8 bits, columns are selected by all rows together
         return not method.quant_config.load_in_8bit
     # On AMD fp8 often has one scale for the whole batch, and mxfp8 other weights for few rows.
     on_amd = torch.version.hip is not None

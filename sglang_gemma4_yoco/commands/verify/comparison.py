@@ -1,4 +1,4 @@
-"""Differences between two servers' answers, the bounds of these, and times."""
+"""Differences between two servers' answers, their bounds, and times."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool
     for what, part in (("those of prefills alone", "prefilled"), ("all", "logprobs")):
         own = [getattr(one, part) for one in noise]
         usual, most = max(map(statistics.fmean, own)), max(map(max, own))
-        # 0.05 where stock does not differ from itself: bfloat16 has 8 bits.
+        # 0.05 if stock does not differ from itself: bfloat16 has 8 bits.
         limit = 3 * usual + most / max(fast.answers // 2, 1) + 0.05
         found = statistics.fmean(getattr(fast, part))
         # If stock's own differences are not finite, there is no limit.

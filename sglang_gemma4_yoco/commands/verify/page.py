@@ -30,7 +30,7 @@ Rows = list[list[str]]
 
 
 def _make_tables(document: Mapping[str, Any]) -> dict[str, Rows]:
-    """Return tables by their titles; the first row is the head."""
+    """Return tables by their titles; the first row is the header."""
     times: Rows = [["prompt tokens", "stock / fast", *SERVERS.values()]]
     for point in document["times"]:
         row = [str(point["tokens"]), f"{point['ratio']:.2f}"]

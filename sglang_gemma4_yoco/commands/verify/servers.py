@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import requests
 
 
-# Run the arguments, and kill the process group at the end of stdin: stdin ends with this process,
+# Run the arguments, and kill the process group at the end of stdin: when this process has ended,
 # even by SIGKILL. All processes that the server has started are killed too.
 _OWN_GROUP = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) & exec "$@" 3<&-'
 
@@ -118,7 +118,7 @@ class Server:
                 late = f"{self.name} was not ready after {timeout:.0f} s."
                 raise CommandError(late + quote_end(self.log_file))
             time.sleep(0.5)
-        self.take_forwards()  # SGLang sends a request of its own when it starts
+        self.take_forwards()  # SGLang sends its own request when it starts
 
     def _ask(self, method: str, path: str, body: Any = None) -> requests.Response:
         """Return the reply to a request; raise CommandError if the server refuses it or is gone."""
@@ -168,8 +168,8 @@ def check_switch(server: Server, during: str = "its requests") -> Counter[str]:
     """Return the prefill forwards of a running server since the last check, by outcome.
 
     Raises:
-        WrongPathError: no prefill was cut and the switch is on; or it is off, and a prefill was
-            cut. The message names ``during``.
+        WrongPathError: the switch is on and no prefill was cut, or it is off and one was cut. The
+            message names ``during``.
     """
     forwards = server.take_forwards()
     is_cut = not counters.CUT.isdisjoint(forwards)

@@ -91,7 +91,7 @@ def find_device(wanted: str) -> str:
     """Return the GPU's name, or ``cpu``."""
     if wanted == "cpu":
         return "cpu"
-    # In a process of its own: this one must not hold memory of the GPU while servers run.
+    # In a separate process: this one must not hold memory of the GPU while servers run.
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     name = done.stdout.strip()
@@ -122,7 +122,7 @@ def fit_prompts(
         raise CommandError(
             f"--prompt-tokens: with these flags a prompt has at most {longest} tokens"
         )
-    if args.device == "cpu":  # where more would take minutes
+    if args.device == "cpu":  # more would take minutes
         longest = min(longest, 2560)
     chunk = settings.get("chunked_prefill_size") or -1
     length = chunk + chunk // 4
@@ -182,10 +182,10 @@ def send_in_turns(
                 say(f"{prompt.kind}, {server.name}:\n  {answer.text!r}")
     for server in both:
         end_round(server, found, name)
-        if not server.fast:  # each is a batch of its own, as before
+        if not server.fast:  # each is a separate batch, as before
             for prompt in prompts:
                 found.answers[False, AGAIN].append(send_prompt(server, prompt))
-                # Stock computes the last row by itself then, as the fast path's tail does.
+                # The rest is cached, so stock computes the last row alone, like the tail.
                 found.answers[False, CACHED].append(send_prompt(server, prompt))
             end_round(server, found, f"{name}, again")
 

@@ -47,7 +47,7 @@ class LayerCache(NamedTuple):
 class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     """``torch_native``, with window layers that read from the slots they were written to.
 
-    SGLang keeps the K/V of window layers in a pool of their own and translates slots into it;
+    SGLang keeps the K/V of window layers in a separate pool and translates slots into it;
     ``torch_native`` translates slots when it writes, but not when it reads, which has no
     effect until the two pools first differ. This backend also restricts each block
     of queries to the keys inside its window instead of masking the others.

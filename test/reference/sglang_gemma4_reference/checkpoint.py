@@ -87,7 +87,7 @@ class Tower:
 class Gemma4Shape:
     """Everything that determines a checkpoint's content.
 
-    The last ``kv_shared_layers`` layers have no K/V of their own. Layers come in groups of
+    The last ``kv_shared_layers`` layers share earlier layers' K/V. Layers come in groups of
     ``sliding_per_full`` sliding-window layers and one full-attention layer.
     """
 

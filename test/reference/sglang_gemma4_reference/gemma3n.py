@@ -46,8 +46,8 @@ class Gemma3nShape:
     """Multiplies the weights of q_norm and k_norm; with 1 attention is smooth."""
 
 
-# Only the widths differ from the real models', which have hidden size 2048, 8 heads of 256, FFN 8192
-# and 16384, per-layer inputs of 256, LAuReL of rank 64.
+# Only the widths are smaller. The real models have hidden size 2048, 8 heads of 256, FFNs of 8192
+# and 16384, per-layer inputs of 256, and LAuReL of rank 64.
 E2B_MINI = Gemma3nShape(
     layers=30,
     kv_shared_layers=10,

@@ -64,7 +64,7 @@ class Event(torch.cpu.Event):
     def query(self) -> bool:
         """Complete the event, and return True; SGLang calls this between two forwards.
 
-        No code waits for the layers that have slots of their own and read another layer's.
+        No code waits for the layers that have their own slots but read another layer's.
         """
         self.synchronize()
         return True

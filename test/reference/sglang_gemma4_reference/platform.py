@@ -51,7 +51,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     Under the names ``FRONT_NAMES`` there is ``FrontBackend``, always.
 
     Graphs are captured and replayed by ``graph_backend``; with ``GEMMA4_CPU_GRAPHS=decode`` SGLang
-    does so with its own decode steps. With ``decode,prefill`` it can do so with prefills too, where
+    does so with its own decode steps. With ``decode,prefill`` it also does so with prefills if
     ``--cuda-graph-backend-prefill=breakable`` is given: ``prefill_graphs``.
     """
 
@@ -120,7 +120,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return None
 
     def init_backend(self) -> None:
-        """Install PyTorch implementations where SGLang has no hook for a platform.
+        """Install the PyTorch implementations for which SGLang has no platform hook.
 
         SGLang calls this once, at the end of the imports of ``model_runner``.
         """
@@ -145,7 +145,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _deal_out_cores(processes: int) -> None:
-    """Assign each model process cores of its own, or one core that it shares."""
+    """Assign each model process its own cores, or one core that it shares."""
     if processes == 1:
         return
     cores = sorted(os.sched_getaffinity(0))

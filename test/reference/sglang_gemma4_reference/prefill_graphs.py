@@ -33,7 +33,7 @@ class RecordedPrefill(RecordedGraph):
     """All segments of one prefill, replayed one after another.
 
     Attributes:
-        pool: the memory pool that it was recorded in; None for one of its own.
+        pool: the memory pool that it was recorded in; None for its own.
         segments: its parts, in the order of their recording.
         ran: the number of them that have run in the latest replay.
         notes: in a replay, those of the segments that have run.

@@ -145,7 +145,7 @@ def configure_process(args: ServerArgs, rank: int = 0) -> None:
 def _forget_the_graphs_memory() -> None:
     """Drop the pool that SGLang keeps for all graphs of a process.
 
-    It dies with the graphs of an engine that is gone, and PyTorch then refuses to capture into it.
+    It is freed with the graphs of an earlier engine; PyTorch then refuses to capture into it.
     """
     from sglang.srt.model_executor import runner
 

@@ -48,7 +48,7 @@ class Prefill:
         first_layer: the layer that ``rows`` begin with.
         process: id of the process that ran it.
         ends_prompt: whether some request's prompt ends here; running requests that decode along
-            are not counted. Always true where SGLang has no such field (up to 0.5.22).
+            are not counted. Always true if SGLang has no such field (up to 0.5.22).
         logprob_starts: of every request the first new token whose log-probability is requested;
             None if no request of the batch requests any.
         captures: name of the mode in which hidden states are captured.

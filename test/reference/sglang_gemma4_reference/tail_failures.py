@@ -73,7 +73,7 @@ def slow_down(model: Any, file: Path) -> None:
 
 
 def inject(model: Any, file: Path) -> None:
-    """Make prefill forwards of ``model``, a ``Gemma4TextModel`` with a tail, fail as FILE says."""
+    """Make prefill forwards of ``model``, a text model with a tail, fail as FILE specifies."""
     layers = len(model.layers)
     first = layers - model.config.num_kv_shared_layers
     total = forwards = fails_at = 0

@@ -147,9 +147,9 @@ def assert_same_answers(both: Compared[Any], *, close_calls: int = 0) -> None:
     """Assert equal tokens, and log-probabilities within the tolerance.
 
     Args:
-        close_calls: how many answers may differ where stock's two likeliest tokens are almost
-            tied: both servers' log-probabilities of both are compared there, too. For requests
-            whose forwards are batched differently from run to run, which changes the last bits.
+        close_calls: the number of answers that may diverge where stock's two likeliest tokens are
+            almost tied; both servers' log-probabilities of both are compared there too. For
+            requests whose forwards are batched differently in each run, which changes last bits.
     """
     assert len(both.on) == len(both.off) > 0
     parted = 0

@@ -77,7 +77,7 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
 
 @contextmanager
 def _other_pool(state: ModelState) -> Iterator[bool]:
-    """Use slots of the full pool in the window's pool."""
+    """Use slots of the full pool in the window's pool; on Triton, shift the window's by one."""
     assert state.attention is not None
     tail = state.attention.tail
     if not hasattr(tail.token_to_kv_pool, "full_to_swa_index_mapping"):

@@ -81,7 +81,7 @@ def assert_fast(
     """Assert that a forward of ``prompts`` is cut and equals stock; return stock and fast.
 
     Args:
-        replays: its tail is replayed, so none of its Python runs.
+        replays: its tail is replayed, so none of the tail's Python code runs.
         changed: fields of ``observe.Expected`` that differ for this forward.
     """
     wanted = expected(engine, prompts)

@@ -38,7 +38,7 @@ class MediaPrompt:
     Attributes:
         text: a token per byte; ``<|image|>``, ``<|video|>`` and ``<|audio|>`` are one item each.
         cached: how many of the first tokens, all of them text, are in the cache.
-        end: where this chunk ends, as an index of the prompt's tokens; None for the prompt's end.
+        end: the end of this chunk, as an index of the prompt's tokens; None for the prompt's end.
         is_last: the prompt ends at ``end``; else the rest is left for later chunks.
         logprob_start: the first position with input logprobs; -1 for none.
         size: (height, width) of images in pixels; 48 by 48 make one token.

@@ -24,7 +24,7 @@ from sglang_gemma4_yoco import compat
 TOLERANCE = 5e-5
 
 
-#: The fields of a batch that attention, or a layer beside it, may read.
+#: The fields of a batch that attention or other parts of a layer may read.
 _LAID_OUT = (
     "extend_prefix_lens",
     "extend_seq_lens",
@@ -43,7 +43,7 @@ class Metadata:
     object may hold another batch's values: hence the copies.
 
     Attributes:
-        planned: the metadata object, None where a backend keeps none.
+        planned: the metadata object; None if the backend keeps none.
         tensors: the tensors in it, by field.
         contents: copies of them.
         settings: the backend's scalar attributes, its window's size among them.
@@ -151,7 +151,7 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     def on_exit(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen.after = fields_of(batch_in(args, kwargs))
         seen.planned_after = Metadata.of(engine.runner.attn_backend)
-        if isinstance(output, tuple):  # with captured layers, beside their states
+        if isinstance(output, tuple):  # followed by the states of captured layers
             output = output[0]
         seen.hidden = output.clone()
 
@@ -240,7 +240,7 @@ class Expected:
         attended: (queries, keys) of each call of the attention backend.
         front: how many of these calls belong to the front, on the runner's own plan.
         tail_mode: the batch's forward mode in the calls after those.
-        laid_out: the fields of the batch in those calls: the kept rows are a batch of their own.
+        laid_out: the fields of the batch in those calls, which consists of the kept rows.
         first_position: of the forward's first row, counted from zero.
     """
 
@@ -284,7 +284,7 @@ def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
 
 
 def replayed(wanted: Expected) -> Expected:
-    """Return ``wanted`` for a replayed tail: the Python of its layers does not run."""
+    """Return ``wanted`` for a replayed tail: the Python code of its layers does not run."""
     front = wanted.front
     return dataclasses.replace(
         wanted,
@@ -311,7 +311,7 @@ def _tail_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
 
 
 def skips_tail(prompts: Sequence[Prompt]) -> bool:
-    """Return True if no row of a forward of ``prompts`` is read, and the batch says so."""
+    """Return True if no row of a forward of ``prompts`` is read, and the batch is marked so."""
     return releases.marks_intermediate() and all(
         p.to_come and len(p.new) > 1 and not 0 <= p.logprob_start < len(p.cached) + len(p.new)
         for p in prompts
@@ -319,7 +319,7 @@ def skips_tail(prompts: Sequence[Prompt]) -> bool:
 
 
 def _projection_norm(engine: Engine) -> Any:
-    """Return the norm of per-layer inputs; None in a model without any."""
+    """Return the norm of per-layer inputs, or None."""
     return getattr(engine.text_model, "per_layer_projection_norm", None)
 
 

@@ -1,4 +1,4 @@
-"""An SGLang with a fast prefill of its own, off by default, modelled on its open change #27183.
+"""An SGLang with its own fast prefill, off by default, modelled on its open change #27183.
 
 Written independently, it does what that change does: a server argument, two attributes and two
 methods of the text model, and a cut in the model's loop before the first KV-shared layer.

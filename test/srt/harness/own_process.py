@@ -1,7 +1,7 @@
-"""Test files that need a process of their own: Triton decides at import whether it interprets.
+"""Test files that need their own process: Triton decides at import whether it interprets.
 
-Collected in a process that is set up otherwise, such a file becomes one test, which runs the whole
-file in a second pytest; collected where the environment is as it must be, it is an ordinary file.
+Collected in a process with another environment, such a file becomes one test, which runs the whole
+file in a second pytest; collected in the right environment, it is an ordinary file.
 So ``pytest`` alone runs everything, and a single test can still be run by name::
 
     TRITON_INTERPRET=1 python -m pytest test/srt/triton/test_hard_batches.py -k prefixes
@@ -26,7 +26,7 @@ import pytest
 
 from harness import forked
 
-SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
+SECONDS = 1200  # for one file; each of its tests has its own limit too
 FOLDER = "triton"
 VARIABLE, INTERPRETED = "TRITON_INTERPRET", "1"
 

@@ -57,7 +57,7 @@ _ARGUMENTS = (
     "--sleep-on-idle",  # an idle scheduler would otherwise keep a core busy
 )
 _START_TIMEOUT = 540.0  # below the limit of a test, so that the log is shown
-_STARTS = 3  # a port that was free may be taken when the server comes to it
+_STARTS = 3  # a free port may be taken before the server opens it
 _PORT_TAKEN = ("address already in use", "port is already in use", " is not available in ")
 _TAIL = 40  # log lines worth showing
 

@@ -123,7 +123,7 @@ class Doubled(UnquantizedLinearMethod):
 
 
 class Packed(torch.Tensor):
-    """Weights of a class of their own, as torchao's quantised ones are."""
+    """Weights of a tensor subclass, as torchao's quantised ones are."""
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch import nn
 
 
 class ThirdAttention(nn.Module):
-    """Attention with a window or without, to K and V of its own or of the donor."""
+    """Attention with or without a window, to its own K and V or the donor's."""
 
     def __init__(self, config: Any, number: int) -> None:
         super().__init__()
