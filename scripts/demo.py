@@ -84,7 +84,7 @@ def demo(args: argparse.Namespace) -> NoReturn:
         command += ["--model-path", args.model, "--prompt-tokens", "2048"]
     else:
         model = make_checkpoint(args.preset, args.work_dir)
-        say("Its weights are random, so its words mean nothing; that they are equal is the point.")
+        say("Its weights are random, so its answers make no sense; only their equality counts.")
         questions = logs / "questions.txt"
         questions.write_text(QUESTIONS)
         command += ["--model-path", str(model), "--label", args.preset]

@@ -16,7 +16,7 @@ GRAPHS_OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has no full CUDA graphs for decode"
 NOT_DECODING = "it extends, since this release of SGLang was not tested"
 QUANTISED = "the per-layer inputs are quantised"
-SHARED = "K and V of a server that serves are read or written by more than its forwards"
+SHARED = "K and V of a running server are read or written by more than its forwards"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
 # Arguments and (in capitals) environment variables with which a replay may differ -> the reason.
 _UNSUPPORTED = {

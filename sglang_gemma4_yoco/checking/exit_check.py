@@ -20,7 +20,7 @@ from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.patched import patched
 
-NOT_TAKEN = "the prefill of the check has not left at an exit"
+NOT_TAKEN = "the check's prefill did not leave at an exit"
 
 
 def check_exits(runner: Any, state: ModelState) -> CheckResult:

@@ -38,7 +38,7 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 CHECK_FAILED = ServerRefusal("its self-check at start failed", is_logged=False)
 UNCHECKED = "its self-check at start could not be run"
 NOT_FINITE = "stock's own answers are not finite numbers"
-NOT_SEEN = "such prefills run in no way that could be seen"  # replayed from a CUDA graph
+NOT_SEEN = "the layers of such prefills cannot be observed"  # replayed from a CUDA graph
 NOT_REPLAYED = "the captured tail was not replayed"
 RAISED = "the fast path raised an error"
 NO_NUMBERS = "logits that are not numbers"

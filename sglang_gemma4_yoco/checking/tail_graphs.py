@@ -28,7 +28,7 @@ from sglang_gemma4_yoco.core import ranks
 
 # For the last layer's normed rows, as if its last products used another kernel.
 TAIL, _TOLERANCE = "the captured tail", Tolerance(2.0)
-DIFFERS = "no graph gives what the eager layers give"
+DIFFERS = "no graph agrees with the eager layers"
 
 
 def check_graphs(tail: TailGraphs, runner: Any) -> str | None:

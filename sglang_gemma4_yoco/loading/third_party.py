@@ -80,7 +80,7 @@ VARIABLE = settings.name_of("trust")
 REPLACED = ServerRefusal(
     "a text model's forward is no longer this package's: something else is in its place"
 )
-NOT_JUDGED = ServerRefusal("it could not be found out whose code reads the model's rows")
+NOT_JUDGED = ServerRefusal("it could not be determined whose code reads the model's rows")
 
 
 #: (place and verb, module, name) of unknown code.
