@@ -61,21 +61,6 @@ def begun_anew(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
     assert state_of(engine).unsupported is None
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_forwards(engine: Engine, name: str) -> None:
-    assert type(attention_of(engine).tail) is WindowedTorchNativeBackend
-    assert attention_of(engine).main is engine.runner.attn_backend
-    with no_tail_on_main():
-        assert_fast(engine, BATCHES[name])
-
-
-def test_both_are_named(engine: Engine) -> None:
-    """The log and /server_info name both backends."""
-    main = type(engine.runner.attn_backend).__name__
-    named = f"attention by {main}, the tail's by WindowedTorchNativeBackend"
-    assert named in state_of(engine).describe()
-
-
 def test_the_captured_tail(engine: Engine) -> None:
     if type(engine.runner.attn_backend) is not FrontBackend:
         pytest.skip("one server's decode steps are captured here, the hybrid's on servers")
