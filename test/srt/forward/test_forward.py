@@ -26,7 +26,6 @@ from harness.forwards import (
     failing,
     norms_that_add_in_place,
     outcomes,
-    times,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.media import MediaPrompt, media_batch
@@ -38,7 +37,7 @@ from harness.observe import (
     step,
 )
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log, switched
+from sglang_gemma4_reference.engine import Engine, reset_log, switched
 from sglang_gemma4_yoco import counters, log
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import model as core_model
@@ -59,15 +58,6 @@ def planned_for(batch: Any) -> Any:
 @pytest.mark.parametrize("name", BATCHES)
 def test_cut_inside_the_donor(engine: Engine, name: str) -> None:
     assert_fast(engine, BATCHES[name])
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_backend_whose_decode_is_not_proven(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """The tail then extends by its rows, the donor's among them."""
-    monkeypatch.setattr(get_state(engine.text_model).attention, "decodes", False)
-    assert_fast(engine, BATCHES[name], tail_mode="EXTEND")
 
 
 @MARKS_CHUNKS
@@ -295,12 +285,3 @@ def test_decode_goes_straight_through(
     assert fast.rows == stock.rows == [2] * LAYERS
     assert set(map(id, fast.backends)) == {id(attention.main)}
     assert_same_answers(stock, fast, TOLERANCE)
-
-
-def test_each_reason_is_logged_once(engine: Engine, said: Callable[..., list[str]]) -> None:
-    scheduled = engine.schedule(BATCHES["one prompt"])
-    with switched("0"):
-        for _ in range(3):
-            engine.forward(scheduled)
-    assert said() == [f"Gemma 4 fast prefill falls back to stock: {SWITCHED_OFF}"]
-    assert times(SWITCHED_OFF) == 3
