@@ -1,7 +1,6 @@
-"""The host's overhead of a forward besides its layers: everything it reads is read once.
+"""Kernels of the donor, which are compiled at start: in a forward an answer would wait for them.
 
-On a GPU the host decides how long a short prompt takes, and between the plan and the first layer
-nothing is queued: time lost there makes the answer later.
+What the host reads, opens and launches in a forward: ``triton/test_planning`` and ``rehearsal/``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The tail on a backend of its own, on a server whose backend no tail may run on.
+"""Starts of a tail with a backend of its own, on a server whose backend no tail may run on.
 
-Here both compute in PyTorch; ``triton/test_any_backend_triton`` has SGLang's Triton for the tail.
+Here both compute in PyTorch; ``triton/test_any_backend_triton`` has forwards whose tail runs on
+SGLang's Triton.
 """
 
 from __future__ import annotations

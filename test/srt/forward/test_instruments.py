@@ -1,7 +1,7 @@
-"""SGLang's instruments on the fast path: tools that check, dump, record or count a forward.
+"""SGLang's checks of numbers and indices on the fast path, which find what they find in stock.
 
-Each either finds what it finds in stock, or refuses the server. Those of a server, such as its
-profiler, are in ``server/test_http_features``; the KV canary is in ``unit/test_limits``.
+Instruments of a server, such as its profiler, are in ``server/test_http_features``; the dumper and
+the KV canary, which refuse a server, in ``unit/test_limits``.
 """
 
 from __future__ import annotations

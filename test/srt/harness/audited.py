@@ -1,4 +1,4 @@
-"""Audit of the interpreter: opened files, imports, and entered functions of the package."""
+"""Audit of the interpreter: opened files and imports."""
 
 from __future__ import annotations
 
