@@ -5,35 +5,18 @@ What the host reads, opens and launches in a forward: ``triton/test_planning`` a
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from harness.batches import batch_of
 from harness.forwards import assert_fast
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
-
-PACKAGE = Path(settings.__file__).parent
-NOTHING_TO_SKIP = batch_of((5, 1), (0, 1))
-
-
-# ---------------------------------------------------------------- files, modules, variables
-
-
-# ---------------------------------------------------------------- the gate
-
-
-# ---------------------------------------------------------------- copies to the device
-
-
-# ---------------------------------------------------------------- built at start
 
 
 def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
@@ -61,6 +44,3 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
     assert "no compiler" in record.getMessage()
     assert record.exc_info
     assert_fast(engine)
-
-
-# ---------------------------------------------------------------- size of the call tree

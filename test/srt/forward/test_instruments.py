@@ -31,11 +31,6 @@ pytestmark = [
     pytest.mark.usefixtures("forgotten_reports"),
 ]
 
-# ---------------------------------------------------------------- dumps
-
-
-# ---------------------------------------------------------------- checks of values and indices
-
 
 def test_checks_of_numbers_and_indices(engine: Engine) -> None:
     """``SGLANG_ENABLE_ASYNC_ASSERT`` and its relatives raise where SGLang reads or writes."""
