@@ -103,6 +103,7 @@ class Engine:
         model_path: str | Path,
         *,
         rank: int = 0,
+        text_model: type | tuple[type, ...] = (Gemma4TextModel, Gemma3nTextModel),
         **server_args: Any,
     ) -> None:
         """Load the model.
@@ -111,15 +112,16 @@ class Engine:
             model_path: the checkpoint.
             rank: of this process, where ``tp_size`` makes several run one model together; all
                 call the same methods with the same arguments, ``nccl_port`` among them.
+            text_model: the class of its text model.
             server_args: SGLang's, for example ``max_total_tokens=4096`` or ``page_size=16``.
         """
         Engine._last = weakref.ref(self)
         load_plugins()  # as every process of a server does at start
         args = ServerArgs(model_path=str(model_path), **server_args)
         self.runner = releases.load_model(args, rank)
-        for module in self.runner.model.modules():
-            if isinstance(module, Gemma4TextModel | Gemma3nTextModel):
-                self.text_model: Any = module
+        self.text_model: Any = next(
+            module for module in self.runner.model.modules() if isinstance(module, text_model)
+        )
         allocator = self.runner.token_to_kv_pool_allocator
         # It caches nothing.
         self._tree_cache = TreeCacheNamespace(

@@ -1,0 +1,166 @@
+"""A third model, added by one file and one entry: ``harness.third_yoco``, registered here.
+
+Of 6 layers the last 3 are KV-shared, so the cut is in layer 2. Nothing else in the package, and
+nothing in SGLang, knows this model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.plugins import load_plugins
+
+from harness import third_model, third_yoco
+from harness.batches import BATCHES, batch_of
+from harness.checking import assert_audited, checked, find_defect
+from harness.decode_graphs import record_tail
+from harness.forwards import (
+    CHUNKS,
+    ENGINE,
+    TWO_PROMPTS,
+    assert_fast,
+    assert_served_by_stock,
+    failing,
+    outcomes,
+    state_of,
+)
+from harness.observe import run
+from harness.random_batches import PROPERTIES, holds
+from sglang_gemma4_reference.checkpoint import build_tokenizer
+from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.loading import patch
+from sglang_gemma4_yoco.models import registry
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+CUT = 2
+CONFIG = {
+    "architectures": ["ThirdForCausalLM"],
+    "model_type": "llama",  # whose config transformers knows
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("third")
+    build_tokenizer(512).save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    save_file({"none": torch.zeros(1)}, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _known() -> Iterator[None]:
+    """Register the model in SGLang and in the package; loading both wraps its forward.
+
+    It is not SGLang's code, which the operator says may be trusted.
+    """
+    load_plugins()
+    model: Any = third_model.ThirdTextModel
+    trusting = settings_changed(trust=(third_model.__name__,))
+    with pytest.MonkeyPatch.context() as registered, trusting:
+        registered.setitem(ModelRegistry.models, "ThirdForCausalLM", third_model.ThirdForCausalLM)
+        registered.setattr(registry, "MODELS", [*registry.MODELS, third_yoco])
+        registered.setattr(model, "forward", patch.wrap_forward(model))
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Engine:
+    return Engine(checkpoint, text_model=third_model.ThirdTextModel, **ENGINE)
+
+
+@pytest.mark.parametrize("prompts", [*BATCHES.values(), CHUNKS], ids=[*BATCHES, "chunks"])
+def test_on_equals_off(engine: Engine, prompts: list[Prompt]) -> None:
+    assert_fast(engine, prompts)
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_random_batches(engine: Engine, name: str) -> None:
+    holds(engine, PROPERTIES[name], longest=200, most=5, examples=5, floor=5)
+
+
+def test_embeddings_are_restored_after_a_failure(engine: Engine) -> None:
+    """They are scaled in place, and passed under another argument name than Gemma's."""
+    scheduled = engine.schedule(TWO_PROMPTS)
+    stock = run(engine, scheduled, "0")
+    with failing(engine, "last tail layer"):
+        seen = run(engine, scheduled, "1")
+    assert outcomes() == {counters.FAILED: 1}
+    assert len(seen.rows) > len(stock.rows)
+    assert_served_by_stock(stock, seen)
+
+
+# ---------------------------------------------------------------- the check at start, and audits
+
+
+def assert_agrees(engine: Engine) -> None:
+    """Assert that another check at start finds nothing beyond rounding."""
+    assert state_of(engine).unsupported is None
+    found = checked(engine)
+    assert found.worst is not None, found
+    assert found.worst.is_rounding, found
+
+
+def test_the_check_agrees(engine: Engine) -> None:
+    assert_agrees(engine)
+
+
+def test_the_check_finds_keys_that_are_not_turned(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = third_yoco.compute_keys_and_values
+
+    def compute(layer: Any, rows: torch.Tensor, positions: torch.Tensor) -> Any:
+        return stock(layer, rows, torch.zeros_like(positions))
+
+    monkeypatch.setattr(third_yoco, "compute_keys_and_values", compute)
+    assert find_defect(engine) == f"keys of layer {CUT} in the pool"
+
+
+def test_the_check_finds_a_layer_that_is_left_out(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = third_yoco.run_tail
+
+    def run_tail(model: Any, layers: list[Any], *others: Any) -> torch.Tensor:
+        return stock(model, layers[:-1], *others)
+
+    monkeypatch.setattr(third_yoco, "run_tail", run_tail)
+    assert find_defect(engine).endswith(" of layer 5")
+
+
+def test_audits(engine: Engine) -> None:
+    assert_audited(engine, BATCHES["three, two of them cached"], CUT)
+
+
+# ---------------------------------------------------------------- engines of their own
+
+
+def test_a_captured_tail(checkpoint: Path) -> None:
+    model = third_model.ThirdTextModel
+    engine = Engine(checkpoint, text_model=model, **ENGINE, cuda_graph_bs_decode=[4])
+    record_tail(engine, 4)
+    assert_agrees(engine)
+    for prompts in (batch_of((0, 40)), BATCHES["three, two of them cached"]):
+        assert_fast(engine, prompts, replays=True)
