@@ -35,7 +35,7 @@ def check_version() -> None:
             )
 
 
-def is_ours(missing: ImportError) -> bool:
+def is_from_this_package(missing: ImportError) -> bool:
     """Return True if the missing module belongs to this package, not to SGLang."""
     return (missing.name or "").partition(".")[0] == __package__
 
@@ -53,7 +53,7 @@ def _install() -> None:
     try:  # imported here, so that the switch at 0 imports no SGLang
         from sglang_gemma4_yoco.loading import patch
     except ImportError as missing:
-        if is_ours(missing):
+        if is_from_this_package(missing):
             raise
         raise RuntimeError(
             f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "

@@ -57,6 +57,14 @@ def find_layers(model: str) -> Any:
     return np.array(sizes, dtype=float).T
 
 
+def count_rows(case: Any) -> int:
+    """Return the rows of a forward: all prompts', of which a server takes a chunk at a time."""
+    rows: int = case.prompts * case.tokens
+    if case.what != "forward":
+        rows = min(rows, MODEL["chunk"])
+    return rows
+
+
 def attention_seconds(case: Any, whole: Any, values: Any) -> Any:
     """Return the device's time of each layer's attention: [layers].
 
@@ -64,7 +72,7 @@ def attention_seconds(case: Any, whole: Any, values: Any) -> Any:
         whole: whether a layer computes all rows, or the last one of each prompt: [layers].
     """
     _, inner, width, _, window, _ = find_layers(case.model)
-    end, prompts = case.prefix + case.tokens, case.rows / case.tokens
+    end, prompts = case.prefix + case.tokens, count_rows(case) / case.tokens
 
     def before(position: int, window: Any) -> Any:
         """Return the number of keys that all rows before a position attend to."""
@@ -89,7 +97,8 @@ def device_seconds(case: Any, cut: int, device: Any, values: Any) -> tuple[Any, 
     weights, _, _, ffn, _, shared = find_layers(case.model)
     first = np.flatnonzero(shared)[0]
     whole = np.arange(len(shared)) < first + cut
-    rows = np.where(whole, case.rows, case.rows / case.tokens)
+    every = count_rows(case)
+    rows = np.where(whole, every, every / case.tokens)
     config = find_config(case.model)
     moved = rows * (values.passes * config.hidden_size + 3 * ffn)
     sent = rows * config.hidden_size * 4 * (1 - 1 / case.gpus)
@@ -104,7 +113,7 @@ def device_seconds(case: Any, cut: int, device: Any, values: Any) -> tuple[Any, 
 
 
 def forward_seconds(case: Any, way: Any, device: Any, values: Any) -> Any:
-    """Return the time of a forward of ``case.rows``, from tokens to logits."""
+    """Return the time of a forward, from tokens to logits."""
     shared = find_layers(case.model)[-1]
     own = len(shared) - shared.sum()
     host = (own * way.own + way.outside + values.planning) * values.operation
@@ -125,10 +134,8 @@ def predict(case: Any, values: Any, device: Any = None) -> list[Any]:
     once (``TTFT``); or of these and the answers (``duration``).
     """
     device = device or SimpleNamespace(**MODEL["devices"][case.device])
-    tokens, served, found = case.prompts * case.tokens, case.what != "forward", []
-    case.rows = tokens
-    if served:
-        case.rows = min(tokens, MODEL["chunk"])
+    forwards = case.prompts * case.tokens / count_rows(case)
+    served, found = case.what != "forward", []
     weights = find_layers(case.model)[0].sum() * device.itemsize / case.gpus
     outside = served * case.prompts * values.request
     if case.what == "duration":
@@ -136,5 +143,5 @@ def predict(case: Any, values: Any, device: Any = None) -> list[Any]:
     for name in case.ways:
         way = SimpleNamespace(**MODEL["ways"][name])
         seconds = forward_seconds(case, way, device, values)
-        found.append(seconds * tokens / case.rows + outside)
+        found.append(seconds * forwards + outside)
     return found

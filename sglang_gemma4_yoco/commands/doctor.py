@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
             preflight.examine(report, flags)
     except (CommandError, ImportError) as failure:  # ImportError: of a part of SGLang
-        if isinstance(failure, ImportError) and plugin.is_ours(failure):
+        if isinstance(failure, ImportError) and plugin.is_from_this_package(failure):
             raise
         report.unknowns.append(str(failure))
     report.show(args.json)

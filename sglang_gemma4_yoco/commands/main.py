@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except ImportError as missing:
         said = f"error: {missing}; run this where the server runs"
-        if plugin.is_ours(missing):
+        if plugin.is_from_this_package(missing):
             said = traceback.format_exc()
         say(said, sys.stderr)
         return 2

@@ -152,6 +152,6 @@ def may_run_tail(attention: Attention, backend: object) -> bool:
     return row is not None and bool(row.tail)
 
 
-def list_modules() -> list[str]:
+def list_backend_modules() -> list[str]:
     """Return the modules of the classes that a model admits for prefills."""
     return [row.path.rpartition(".")[0] for row in TABLE if row.prefills != STOCK]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import worth
-from sglang_gemma4_yoco.core.interfaces import Bucket
+from sglang_gemma4_yoco.core.interfaces import TailBucket
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.refusal import Refusal
@@ -67,7 +67,7 @@ class Eligible(NamedTuple):
 
     kept: KeptRows
     is_intermediate_chunk: bool
-    bucket: Bucket | None
+    bucket: TailBucket | None
 
 
 def find_ineligible_reason(state: ModelState, forward_batch: Any) -> Refusal | None:

@@ -32,7 +32,7 @@ class TailRunner(Protocol):
         """Return the kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
 
 
-class Bucket(Protocol):
+class TailBucket(Protocol):
     """The tail, captured in a CUDA graph for a number of rows."""
 
     def plan(self, live: Any, index: torch.Tensor) -> TailRunner:
@@ -46,7 +46,7 @@ class CapturedTail(Protocol):
     def rows(self) -> tuple[int, ...]:
         """The buckets' numbers of rows, ascending."""
 
-    def bucket_for(self, kept: KeptRows) -> Bucket | None:
+    def bucket_for(self, kept: KeptRows) -> TailBucket | None:
         """Return the smallest bucket for these rows; None if they cannot be replayed."""
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ _attached: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
 
 @dataclass
-class Report:
+class ModelReport:
     """Entries of one model in /server_info; None if unknown.
 
     Attributes:
@@ -78,7 +78,7 @@ class ModelState:
     failures_in_a_row: int = 0
     serves: bool = False
     planned_rows: int | None = None
-    report: Report = field(default_factory=Report)
+    report: ModelReport = field(default_factory=ModelReport)
     counters: Counters = served
     _patches: ExitStack = field(default_factory=ExitStack, init=False)
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, compat, counters
-from sglang_gemma4_yoco.core.state import ModelState, Report, get_attached_state
+from sglang_gemma4_yoco.core.state import ModelReport, ModelState, get_attached_state
 from sglang_gemma4_yoco.counters import Outcome, served
 from sglang_gemma4_yoco.loading import unsupported
 from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, ServerRefusal
@@ -56,7 +56,7 @@ def describe_state() -> dict[str, Any]:
     """
     state = get_attached_state()
     reason = _find_inactive_reason(state)
-    report = Report()
+    report = ModelReport()
     if state is not None:
         report = state.report
     cut = tail = exits = fast_prefill = None  # None if no prefill is cut

@@ -155,7 +155,7 @@ def list_modules() -> list[str]:
     for adapter in registry.MODELS:
         modules += (*adapter.SGLANG.outer_models, *adapter.SGLANG.modules)
     modules += [f"sglang.srt.layers.{name}" for name in LAYERS]
-    return modules + compat.backends.list_modules()
+    return modules + compat.backends.list_backend_modules()
 
 
 def _list_objects(model: Any) -> dict[str, Any]:

@@ -442,7 +442,7 @@ def test_the_repair_lasts_while_sglang_captures(
     capturing = partial(exit_setup.repair_capture, engine.runner, state)
     with caplog.at_level(logging.INFO), settings_changed(prefill_graphs=setting), capturing():
         assert what_is_repaired() == [setting] * 3
-    assert ("SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 leaves it" in caplog.text) is setting
+    assert ("SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 disables the fix" in caplog.text) is setting
     assert (compat.captured_prefills.SHARED_LAYER_IDS in caplog.text) is setting
     with patched(state, unsupported="data-parallel attention"), capturing():
         assert not any(what_is_repaired())

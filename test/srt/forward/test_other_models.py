@@ -25,7 +25,7 @@ from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.core import state
 from sglang_gemma4_yoco.core.state import get_state
-from sglang_gemma4_yoco.loading import metrics, runner_setup, unsupported
+from sglang_gemma4_yoco.loading import runner_setup, unsupported
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -106,7 +106,7 @@ def test_a_model_of_which_sglang_lacks_a_name(
             assert_fast(engine)
         else:
             [reason] = report.refusals
-            assert reason == metrics.describe_state()["reason"]
+            assert reason == str(get_state(engine.text_model).unsupported)
             assert f" lacks {name}(...): prefills of Gemma4TextModel run as stock. " in reason
             assert_stock(engine, reason)
     find_missing.cache_clear()

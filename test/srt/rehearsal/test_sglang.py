@@ -54,12 +54,15 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """Return the answer to a question; each is asked once."""
+    """Return the answer to a question; each is asked once, also if asking failed."""
 
     @functools.cache
-    def answer(question: str) -> Any:
+    def run(question: str) -> tuple[Path, subprocess.CompletedProcess[str]]:
         file = tmp_path_factory.mktemp("rehearsal") / "answer.json"
-        done = run_python("-m", "rehearsal.ask", question, str(file))
+        return file, run_python("-m", "rehearsal.ask", question, str(file))
+
+    def answer(question: str) -> Any:
+        file, done = run(question)
         assert done.returncode == 0, done.stderr[-8000:]
         return json.loads(file.read_text())
 

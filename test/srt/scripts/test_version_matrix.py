@@ -35,9 +35,9 @@ def test_everything_names_the_same_newest_release() -> None:
     readme = (environment.REPO / "README.md").read_text()
     for words in (
         f"Requires SGLang {OLDEST} or {NEWEST}.",
-        f"With SGLang {NEWEST}, for Gemma 4",
+        f"SGLang {NEWEST}, Gemma 4:",
         f"was tested with {NEWEST} alone",
-        f"`.venv` with SGLang {NEWEST}",
+        f"`.venv` (SGLang {NEWEST})",
     ):
         assert words in readme
     operating = (environment.REPO / "docs" / "operating.md").read_text()

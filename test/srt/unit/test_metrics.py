@@ -58,7 +58,7 @@ class Serving:
     after_cut = None
 
     def __init__(self) -> None:
-        self.report = states.Report(tail="eager", exits="closed: some reason")
+        self.report = states.ModelReport(tail="eager", exits="closed: some reason")
 
     def describe(self) -> str:
         return "cut inside layer 14"
