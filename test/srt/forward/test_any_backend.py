@@ -1,6 +1,7 @@
-"""The tail on a backend of its own, on a server whose backend no tail may run on.
+"""Starts of a tail with a backend of its own, on a server whose backend no tail may run on.
 
-Here both compute in PyTorch; ``triton/test_any_backend_triton`` has SGLang's Triton for the tail.
+Here both compute in PyTorch; ``triton/test_any_backend_triton`` has forwards whose tail runs on
+SGLang's Triton.
 """
 
 from __future__ import annotations
@@ -59,21 +60,6 @@ def begun_anew(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
         yield changed
     engine.runner.init_attention_backends()
     assert state_of(engine).unsupported is None
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_forwards(engine: Engine, name: str) -> None:
-    assert type(attention_of(engine).tail) is WindowedTorchNativeBackend
-    assert attention_of(engine).main is engine.runner.attn_backend
-    with no_tail_on_main():
-        assert_fast(engine, BATCHES[name])
-
-
-def test_both_are_named(engine: Engine) -> None:
-    """The log and /server_info name both backends."""
-    main = type(engine.runner.attn_backend).__name__
-    named = f"attention by {main}, the tail's by WindowedTorchNativeBackend"
-    assert named in state_of(engine).describe()
 
 
 def test_the_captured_tail(engine: Engine) -> None:

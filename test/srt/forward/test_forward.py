@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,6 @@ from harness.forwards import (
     failing,
     norms_that_add_in_place,
     outcomes,
-    times,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.media import MediaPrompt, media_batch
@@ -38,14 +38,14 @@ from harness.observe import (
     step,
 )
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log, switched
+from sglang_gemma4_reference.engine import Engine, reset_log, switched
 from sglang_gemma4_yoco import counters, log
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.plan import PLAN_ENTRY
-from sglang_gemma4_yoco.core.state import get_state
+from sglang_gemma4_yoco.core.state import STATE_ENTRY, get_state
 from sglang_gemma4_yoco.refusal import Refusal
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
@@ -59,15 +59,6 @@ def planned_for(batch: Any) -> Any:
 @pytest.mark.parametrize("name", BATCHES)
 def test_cut_inside_the_donor(engine: Engine, name: str) -> None:
     assert_fast(engine, BATCHES[name])
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_backend_whose_decode_is_not_proven(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """The tail then extends by its rows, the donor's among them."""
-    monkeypatch.setattr(get_state(engine.text_model).attention, "decodes", False)
-    assert_fast(engine, BATCHES[name], tail_mode="EXTEND")
 
 
 @MARKS_CHUNKS
@@ -241,6 +232,21 @@ def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
         engine.runner.init_attention_backends()
 
 
+def test_embeddings_are_found_at_any_position() -> None:
+    """A model may take them after other arguments: stock's second try gets them as they were."""
+
+    def stock(_: Any, ids: Any, positions: Any, batch: Any, other: Any, input_embeds: Any) -> None:
+        """Take them last."""
+
+    embeds, model = torch.zeros(1), SimpleNamespace()
+    vars(model)[STATE_ENTRY] = None
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    with mock.patch.object(forward, "serve_forward") as served:
+        forward.wrap_model_forward(stock)(model, None, None, batch, None, embeds)
+    [_, _, run_by_hand] = served.call_args.args
+    assert run_by_hand.embeds is embeds
+
+
 def test_when_stock_fails_too_its_error_propagates(engine: Engine) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     with (
@@ -295,12 +301,3 @@ def test_decode_goes_straight_through(
     assert fast.rows == stock.rows == [2] * LAYERS
     assert set(map(id, fast.backends)) == {id(attention.main)}
     assert_same_answers(stock, fast, TOLERANCE)
-
-
-def test_each_reason_is_logged_once(engine: Engine, said: Callable[..., list[str]]) -> None:
-    scheduled = engine.schedule(BATCHES["one prompt"])
-    with switched("0"):
-        for _ in range(3):
-            engine.forward(scheduled)
-    assert said() == [f"Gemma 4 fast prefill falls back to stock: {SWITCHED_OFF}"]
-    assert times(SWITCHED_OFF) == 3

@@ -1,7 +1,8 @@
 """A release of SGLang after the last tested one: stock, unless the operator enables it.
 
 With ``SGLANG_GEMMA4_YOCO_UNTESTED=1`` it is cut after the check at start; the tail extends, since
-its decode step may count the keys of a window differently, and is not captured.
+its decode step may count the keys of a window differently, and is not captured. The default, and
+what users see of it: ``server/test_untested_server``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
-from weakref import WeakSet
 
 import pytest
 from packaging.version import Version
@@ -24,8 +24,7 @@ from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import self_check as check
-from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.loading import metrics, unsupported
+from sglang_gemma4_yoco.loading import unsupported
 from sglang_gemma4_yoco.patched import patched
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -57,25 +56,6 @@ def untested(engine: Engine, setting: Callable[..., None]) -> Iterator[Callable[
     ):
         yield start
     engine.runner.init_attention_backends()
-
-
-def test_by_default_it_is_stock(
-    engine: Engine, untested: Callable[..., None], said: Callable[..., list[str]]
-) -> None:
-    """One line says why, as does /server_info; metrics count the reason separately."""
-    untested()
-    reason = state_of(engine).unsupported
-    assert reason is not None
-    for part in (compat.release.INSTALLED, "0.5.22 to 0.5.0", "SGLANG_GEMMA4_YOCO_UNTESTED=1"):
-        assert part in reason.text
-    assert said() == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
-    assert said(logging.WARNING) == said()
-    assert_stock(engine, reason, PROMPTS)
-    # A process of tests has other engines, and a server's has one.
-    with mock.patch.object(states, "_attached", WeakSet([state_of(engine)])):
-        state = metrics.describe_state()
-    assert (state["active"], state["reason"]) == (False, reason.text)
-    assert state["forwards"][unsupported.UNTESTED_RELEASE] == 1
 
 
 def test_with_the_setting_it_extends_eagerly(

@@ -137,6 +137,6 @@ def halved_weights(projection: Any) -> Iterator[None]:
         projection.quant_method, projection.weight.data = method, weight
 
 
-def tail_of(forward_batch: Any, *, decodes: bool = True) -> TailBatch:
+def tail_of(forward_batch: Any) -> TailBatch:
     """Return the tail of a batch, as it is planned for an eligible batch."""
-    return TailBatch.of(forward_batch, eligibility.find_kept_rows(forward_batch), decodes=decodes)
+    return TailBatch.of(forward_batch, eligibility.find_kept_rows(forward_batch), decodes=True)

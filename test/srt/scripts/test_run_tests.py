@@ -29,8 +29,6 @@ REPO = Path(__file__).parents[3]
         (["--quick"], [*QUICK, *TWO, *FOLDERS]),
         (["--gpu"], [*run_tests.GPU]),
         (["--", "-k", "test"], [*DEFAULT, *TWO, "-k", "test", *FOLDERS]),
-        (["--", "-n", "4"], [*DEFAULT, *TWO, "-n", "4", *FOLDERS]),  # the last one counts
-        (["--", GATE, "-k", "LoRA"], [GATE, "-k", "LoRA"]),
         (["--quick", "--", f"{GATE}::test_servers"], [*QUICK, f"{GATE}::test_servers"]),
     ],
 )

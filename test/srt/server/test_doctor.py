@@ -178,22 +178,21 @@ AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
     [
         ({}, True),
         ({"named": None}, False),
-        ({"backend": Backend.FULL, "named": "full"}, False),
         ({"installed": False}, False),
         ({"setting": False}, False),
         ({"kind": gemma3n_model}, False),
     ],
-    ids=["by name", "not by name", "full", "no plugin", "switched off", "Gemma 3n"],
+    ids=["by name", "not by name", "no plugin", "switched off", "Gemma 3n"],
 )
 def test_prefill_graphs(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_repaired: bool
 ) -> None:
     """They are judged as at start: given by the operator, by a plugin, and not switched off."""
-    backend, named = given.get("backend", Backend.BREAKABLE), given.get("named", "breakable")
+    named = given.get("named", "breakable")
     monkeypatch.setattr(patch, "installed", given.get("installed", True))
     report = Report()
     switch = settings_changed(prefill_graphs=given.get("setting", True))
-    with prefill_graphs(backend, named), switch:
+    with prefill_graphs(Backend.BREAKABLE, named), switch:
         preflight._prefill_graphs(report, given.get("kind", gemma4))
         if is_repaired:
             [line] = report.lines
@@ -221,20 +220,6 @@ def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> Non
     remedy = "pip install --no-deps . in a checkout of it"
     assert report.refusals == [f"the plugin is not registered in this environment: {remedy}"]
     assert report.entries["plugins"]["found"] == ["another"]
-
-
-def test_plugins_that_are_loaded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered(monkeypatch, "gemma4_yoco", "smg-servicer", "smg-zmq")
-    for allowed, is_refused in (
-        ("gemma4_yoco", False),
-        ("smg-zmq, gemma4_yoco,smg-servicer", False),
-        ("smg-zmq", True),
-    ):
-        monkeypatch.setenv(command.RESTRICTION, allowed)
-        report = Report()
-        command._discovery(report)
-        assert report.lines[-1].endswith(f"  {allowed}")
-        assert bool(report.refusals) is is_refused
 
 
 TOO_OLD = """

@@ -17,7 +17,6 @@ from harness.ask import (
     assert_alike,
     assert_same_tokens,
     at_once,
-    beside_decoding,
     compare,
     generate,
     one_by_one,
@@ -125,15 +124,6 @@ def test_input_logprobs_over_a_border(paged: Paged) -> None:
     both = assert_alike(paged.both, ask)
     assert sum(prefill.rows[-1] for prefill in both.prefills) == length - start
     assert len(both.on[0].input_logprobs) == length - start - 1
-
-
-def test_prompt_beside_decoding(paged: Paged) -> None:
-    """Chunks share forwards with a request whose decode steps begin page after page."""
-    prompts = [tokens(40, seed=57), tokens(700, seed=58)]
-    both = compare(paged.both, lambda server: beside_decoding(server, *prompts))
-    assert_all_fast(both.prefills)
-    assert any(prefill.extend_lens[1:] == [1] for prefill in both.prefills)
-    assert_same_tokens(both, prompts, paged.both[1])
 
 
 @pytest.mark.parametrize("paged", [64], indirect=True)  # the pair with the small pool

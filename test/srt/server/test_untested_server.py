@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from harness.ask import generate, tokens
-from harness.layer_rows import assert_all_fast, assert_all_stock
+from harness.layer_rows import assert_all_stock
 from harness.server import CAPTURED_ARGUMENTS, CAPTURED_GRAPHS, changed_package, running
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.loading import metrics, unsupported
 
@@ -22,18 +21,13 @@ LAST = f'LAST_TESTED = Version("{compat.release.FIRST_TESTED}"), Version("'
 UNTESTED = settings.name_of("untested")
 
 
-@pytest.mark.parametrize(
-    "setting", [None, pytest.param("1", marks=pytest.mark.release)], ids=["default", "wanted"]
-)
 def test_a_server_of_an_untested_release(
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    setting: str | None,
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By default it is stock: one line says why, as do /server_info and ``status``."""
     changes = {f"{LAST}{compat.release.LAST_TESTED}": f"{LAST}0.5.0"}
     path = changed_package(tmp_path / "path", "compat/release.py", changes)
-    env = {**CAPTURED_GRAPHS, "PYTHONPATH": path, UNTESTED: setting}
+    env = {**CAPTURED_GRAPHS, "PYTHONPATH": path, UNTESTED: None}
     how: dict[str, Any] = {"arguments": CAPTURED_ARGUMENTS, "env": env}
     with running(tiny_checkpoint, tmp_path, switch=None, **how) as server:
         mark = server.mark()
@@ -43,16 +37,10 @@ def test_a_server_of_an_untested_release(
         state, status = scheduler[metrics.SERVER_INFO_ENTRY], main(["status", server.url])
         said = capsys.readouterr().out
         lines = server.log_lines(f"SGLang {compat.release.INSTALLED} ")
-    assert len(lines) == 1
-    if setting is None:
-        assert_all_stock(prefills)
-        assert (status, state["active"]) == (1, False)
-        assert f"{UNTESTED}=1 runs it after the check at start" in state["reason"]
-        assert said.endswith(f"NOT active: {state['reason']}\n")
-        assert lines[0].endswith(f"falls back to stock for this server: {state['reason']}")
-    else:
-        assert_all_fast(prefills)
-        assert (status, state["active"]) == (0, True)
-        assert state["tail"] == f"eager ({lifecycle.NOT_DECODING})"
-        assert state["check"]["compared"] is not None
-        assert lines[0].endswith(unsupported.RUNS_UNTESTED)
+    assert_all_stock(prefills)
+    assert (status, state["active"]) == (1, False)
+    assert f"{UNTESTED}=1 runs it after the check at start" in state["reason"]
+    assert unsupported.UNTESTED_RELEASE in state["forwards"]
+    assert said.endswith(f"NOT active: {state['reason']}\n")
+    [line] = lines
+    assert line.endswith(f"falls back to stock for this server: {state['reason']}")

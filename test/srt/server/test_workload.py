@@ -115,7 +115,6 @@ POSITIONS = (
 )
 READ = (Position(31, -3.0, {}), Position(32, -2.0, {}))
 OUTPUT = Output((40, 41, 42), POSITIONS, "length")
-PARTED = (POSITIONS[0], Position(99, -1.9, {99: -1.9, 41: -2.0}))
 
 
 def changed(**fields: Any) -> Answer:
@@ -133,10 +132,8 @@ def last_is(logprob: float) -> Answer:
     [
         (GREEDY, changed(), None),
         (INTERRUPTED, Answer(), None),
-        (GREEDY, changed(tokens=(40, 99), positions=PARTED), "output log-probability 1"),
         (GREEDY, changed(tokens=(40, 41)), "end differently"),
         (GREEDY, last_is(-1.501), "output log-probability 2"),
-        (GREEDY, changed(positions=()), "3 and 0 output"),
         (SAMPLED, changed(tokens=(40, 41), positions=POSITIONS[:2]), "2 of 3"),
         (
             SAMPLED,

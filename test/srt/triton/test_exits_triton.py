@@ -31,7 +31,6 @@ pytestmark = pytest.mark.skipif(
 WINDOW = TWO_POOLS.sliding_window
 DECODING = batch_of((WINDOW - 1, 1), decodes=True)
 BATCHES: dict[str, tuple[list[Prompt], Outcome]] = {
-    "a full bucket": (batch_of((0, 16)), counters.EXIT_CAPTURED),
     "prefixes at the window": (
         batch_of((WINDOW - 1, 2), (WINDOW, 3), (WINDOW + 1, 2), (40, 5)),
         counters.EXIT_CAPTURED,
@@ -45,7 +44,6 @@ BATCHES: dict[str, tuple[list[Prompt], Outcome]] = {
         counters.EXIT_SKIPPED,
     ),
     "input logprobs": (batch_of((WINDOW, 9), logprob_start=WINDOW + 3), TAIL_NOT_CAPTURED),
-    "no bucket": (batch_of((0, 7)), counters.TAIL_CAPTURED),
 }
 
 

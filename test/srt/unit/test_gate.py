@@ -103,10 +103,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Refusal]] = {
         FULL | {"spec_algorithm": SpeculativeAlgorithm.EAGLE},
         eligibility.SPECULATIVE,
     ),
-    "hidden states beside DFLASH": (
-        FULL | {"spec_algorithm": SpeculativeAlgorithm.DFLASH},
-        eligibility.SPECULATIVE,
-    ),
     "hidden states beside NGRAM": (
         FULL | {"spec_algorithm": SpeculativeAlgorithm.NGRAM},
         eligibility.HIDDEN_STATES,
@@ -128,19 +124,14 @@ def refused_batches() -> dict[str, tuple[dict[str, Any], Refusal]]:
     return found
 
 
+#: Those of drafts, media and hidden states: ``forward/test_refused`` and ``forward/test_media``.
 ADMITTED: dict[str, dict[str, Any]] = {
     "unchanged": {},
     "mixed": {"forward_mode": ForwardMode.MIXED},
     "output logprobs": SUFFIXES | {"extend_logprob_start_lens_cpu": [3, 4, 2]},
     "some input logprobs": SUFFIXES | {"extend_logprob_start_lens_cpu": [1, 4, 2]},
-    "LAST": {"capture_hidden_mode": CaptureHiddenMode.LAST},
-    "image": {"mm_input_embeds": torch.zeros(9, 4)},
     "input logprobs beside no image": SUFFIXES | {"mm_inputs": [None, None, None]},
     "unfinished": {"contains_last_prefill_chunk": False},
-    "prefill only": {"is_prefill_only": True},
-    "frozen-KV MTP": FULL | {"spec_algorithm": SpeculativeAlgorithm.FROZEN_KV_MTP},
-    "NGRAM": {"spec_algorithm": SpeculativeAlgorithm.NGRAM},
-    "STANDALONE": {"spec_algorithm": SpeculativeAlgorithm.STANDALONE},
     "no capture": {"capture_hidden_mode": None},
 }
 
@@ -201,9 +192,6 @@ WORTH: list[tuple[int, int, dict[str, Any], bool]] = [
     (16, 12, CPU, True),
     (48, 45, CPU, True),  # three rows are a sixteenth of 48
     (49, 46, CPU, False),
-    (2048, 1, CPU, True),
-    (2048, 2000, CPU, False),
-    (2048, 1920, CPU, True),
     (1024, 1, GPU, False),
     (1025, 1, GPU, True),
     (20000, 18751, GPU, False),  # less than a sixteenth
@@ -343,22 +331,6 @@ class TestDecisions:
         batch = planned(attached)
         with forward_context(ForwardContext(attn_backend=PlansNothing())):
             assert plan.take_plan(attached, batch) == plan.NOT_PLANNED
-
-    def test_a_plan_that_fails(self, attached: ModelState, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The forward counts it; with other ranks, which expect a tail, it is raised at once."""
-
-        def out_of_memory(_: Any) -> None:
-            raise MemoryError
-
-        assert attached.attention is not None
-        monkeypatch.setattr(attached.attention.tail, "init_forward_metadata", out_of_memory)
-        batch = planned(attached)
-        with pytest.raises(MemoryError):
-            plan.take_plan(attached, batch)
-        assert plan.take_plan(attached, batch) == plan.NOT_PLANNED  # it is taken from the batch
-        monkeypatch.setattr(compat.server, "is_single_rank", lambda: False)
-        with pytest.raises(MemoryError):
-            planned(attached)
 
 
 # ---------------------------------------------------------------- completeness

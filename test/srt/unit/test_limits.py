@@ -126,7 +126,6 @@ BESIDE_OTHERS: list[tuple[dict[str, Any], object]] = [
     ({"enable_return_hidden_states": True}, eligibility.HIDDEN_STATES),
     ({"return_hidden_states_mode": "full"}, eligibility.HIDDEN_STATES),
     ({"speculative_algorithm": "EAGLE"}, eligibility.SPECULATIVE),
-    ({"speculative_algorithm": "EAGLE3"}, eligibility.SPECULATIVE),
     ({"speculative_algorithm": "DFLASH"}, eligibility.SPECULATIVE),
     (DRAFTS | {"disaggregation_mode": "decode"}, DRAFTS_BESIDE_ROLES),
     (DRAFTS | {"disaggregation_mode": "prefill"}, DRAFTS_BESIDE_ROLES),

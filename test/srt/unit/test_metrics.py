@@ -85,21 +85,6 @@ def answered() -> dict[str, Any]:
     return state
 
 
-def test_a_refused_server_says_why(
-    serving: Serving, registry: prometheus_client.CollectorRegistry
-) -> None:
-    """All its batches are counted as one outcome, in the metrics as well."""
-    serving.unsupported = ServerRefusal("LoRA")
-    metrics.collect_metrics(LABELS)
-    counters.served.count_ineligible(serving.unsupported, 7)
-    name, outcome = "sglang:gemma4_yoco_forwards_total", LABELS | {"outcome": "server_unsupported"}
-    assert registry.get_sample_value(name, outcome) == 1
-    state = answered()
-    assert (state["active"], state["reason"], state["cut"]) == (False, "LoRA", None)
-    assert state["forwards"] == {"server_unsupported": 1}
-    assert state["rows"] == {"computed": 7, "skipped": 0}
-
-
 SAME_TEXT = "LoRA"  # a server's reason, and a batch's
 LINE = f"Gemma 4 fast prefill falls back to stock: {SAME_TEXT}"
 

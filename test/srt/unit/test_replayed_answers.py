@@ -23,10 +23,8 @@ ROUNDING = 0.01
         ({"cache": [LAYER, LAYER + 1e-3]}, True, False),  # rounding
         ({"logits": RIGHT.logits * (1 + 1.9 * ROUNDING)}, True, True),  # twice is allowed
         ({"logits": RIGHT.logits * (1 + 2.1 * ROUNDING)}, False, True),
-        ({"logits": torch.tensor([[3.0, 2.0, 1.0, 0.0]]).double()}, False, True),
         ({"logits": torch.full((1, 4), torch.nan).double()}, False, True),
-        ({"cache": [LAYER, torch.tensor([[[1.0, 1, 1]], [[1.0, 1, 1.1]]])]}, False, False),
-        ({"cache": [LAYER * torch.nan, LAYER]}, False, False),
+        ({"cache": [LAYER, LAYER * 1.1]}, False, False),
         ({"cache": [LAYER, LAYER * torch.nan]}, False, False),
     ],
 )

@@ -80,13 +80,6 @@ def test_a_rounding_that_all_channels_of_a_row_share() -> None:
     assert compared(values, values * 1.05, OF_ROWS, of_scores=scores).excess > 4
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outliers", [1.0, 50.0])
-def test_two_percent_are_a_defect(dtype: torch.dtype, outliers: float) -> None:
-    values = exact(0, outliers=outliers).to(dtype)
-    assert compared(values, values * 1.02).excess > 4
-
-
 def test_one_row_among_many() -> None:
     values = exact(0, rows=1000).bfloat16()
     other = values.clone()
@@ -98,13 +91,6 @@ def test_one_row_among_many() -> None:
     found = compared(values, other)
     assert found.error == pytest.approx(0.1, rel=0.3)
     assert not found.is_rounding
-
-
-def test_a_channel_that_is_small_counts_as_much_as_one_that_is_large() -> None:
-    values = exact(0, outliers=500.0).bfloat16()
-    other = values.clone()
-    other[:, 2:] *= 1.1
-    assert compared(values, other).excess > 4
 
 
 def test_a_channel_near_zero_rounds_as_its_parts_do() -> None:
@@ -174,13 +160,6 @@ def test_zeros() -> None:
     zeros = torch.zeros(3, 8)
     assert compared(zeros, zeros).error == 0
     assert not compared(zeros, zeros + 1).is_rounding
-
-
-def test_another_reason_is_allowed_besides() -> None:
-    values = exact(0).bfloat16()
-    found = compared(values, values * 1.02, of_scores=0.05)
-    assert found.is_rounding
-    assert found.allowed > 0.05
 
 
 def test_the_worst_is_the_farthest_beyond_its_bound() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 import re
-import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -363,37 +361,6 @@ def test_the_bars_of_each_length_have_one_scale() -> None:
 
 def test_the_page_of_what_is_not_finite() -> None:
     assert "not finite" in parse_page(shift=math.nan)[1]
-
-
-BROWSER = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-#: It measures the page, which is in a frame: a window of Chromium has 500 pixels at least.
-MEASURE = """<script>
-const shown = document.querySelector("h2").getBoundingClientRect().top;
-const colour = getComputedStyle(document.body).backgroundColor;
-const wide = document.documentElement.scrollWidth;
-parent.document.title = [innerWidth, wide, shown < 800, colour].join(" ");
-</script></body>"""
-LIGHT, DARK = "rgb(255, 255, 255)", "rgb(13, 17, 23)"
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium: set CHROMIUM to one")
-@pytest.mark.parametrize(
-    ("width", "scheme", "colour"), [(400, 1, LIGHT), (400, 0, DARK), (1200, 0, DARK)]
-)
-def test_the_page_in_a_browser(tmp_path: Path, width: int, scheme: int, colour: str) -> None:
-    """No error is logged, nothing is wider than the window, and the first screen has the answer."""
-    framed = html.escape(page.render_page(outcome(0.01)).replace("</body>", MEASURE))
-    file = tmp_path / "framed.html"
-    file.write_text(
-        f'<iframe style="width:{width}px;border:0" srcdoc="{framed}"></iframe>', "utf-8"
-    )
-    how = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    how += ["--hide-scrollbars", "--enable-logging=stderr", "--dump-dom"]
-    how.append(f"--blink-settings=preferredColorScheme={scheme}")
-    command = [str(BROWSER), *how, file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in done.stderr
-    assert f"<title>{width} {width} true {colour}</title>" in done.stdout
 
 
 def test_times() -> None:
