@@ -259,13 +259,13 @@ def list_alarms(document: Document) -> Rows:
 
 
 def list_breakages(document: Document) -> Rows:
-    """Yield the findings of the check at start for each breakage."""
+    """Yield the findings of the self-check for each breakage."""
     for name, found in document["breakages"].items():
         yield name, found["on"], found["models"], found["smallest"]
 
 
 def list_costs(document: Document) -> Rows:
-    """Yield the cost of the check at start and of an audit, in stock forwards."""
+    """Yield the cost of the self-check and of an audit, in stock forwards."""
     for model, cost in document["cost"].items():
         audit = (cost["audited_ms"] - cost["fast_ms"]) / cost["stock_ms"]
         yield model, f"{cost['check_in_small_stock_prefills']:.0f}", f"{audit:.1f}"

@@ -78,7 +78,7 @@ class Settings:
     untested: bool = _setting(
         False,
         _FLAG,
-        "1 to run on a release of SGLang after the last tested one if the check at start passes; "
+        "1 to run on a release of SGLang after the last tested one if its self-check passes; "
         "0 to run as stock there",
     )
     trust: tuple[str, ...] = _setting(

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure how well the check at start, audits and proofs tell defects from rounding.
+"""Measure how well the self-check, audits and proofs tell defects from rounding.
 
 Random models of many shapes, types and kinds of weights (sharp attention, large norms, outlier
 channels; ``checked_models.py``) run on SGLang's ModelRunner with the unbroken package: no check,
 audit or proof may report a difference. Then each defect of ``breakages.py`` is injected, and the
-check at start must find it on every model to which it applies, with an error of several times the
+self-check must find it on every model to which it applies, with an error of several times the
 bound. Both files are in ``test/srt/harness``::
 
     python scripts/bench/bench_checks.py --results benchmark/results/checks_cpu.json  # 1 to 3 hours

@@ -67,7 +67,7 @@ WAYS = ("off", "on", "front")
 OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
 # Larger prefills stay eager on a CPU, where a captured one keeps every intermediate result.
 MOST_CAPTURED = 1024
-# A prefill of this many rows is always captured: the package's check at start fits into it.
+# A prefill of this many rows is always captured: the package's self-check fits into it.
 CHECKED = 32
 # The first run is slower; in the many seconds of a larger batch the difference does not show.
 WARM_UP_ROWS = 4096

@@ -113,7 +113,7 @@ def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
         return
     is_cut = patch.installed and unsupported.find_server_reason() is None
     if is_cut and adapter.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
-        shortened = "replayed prefills are shortened, where the check at start agrees"
+        shortened = "replayed prefills are shortened, if the self-check passes"
         report.add("prefill graphs", f"backend {backend!r}: {shortened}")
         return
     report.refuse(

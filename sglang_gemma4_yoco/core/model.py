@@ -27,7 +27,7 @@ stream; ``positions``; ``forward_batch``; and ``per_layer_input`` if it has one.
 residual stream as one tensor. An attention is called with queries, K and V, the batch, and
 ``save_kv_cache`` as a keyword.
 
-**The check at start** (``checking/layerwise.py``) runs each step of the tail on stock's input. Its
+**The self-check** (``checking/layerwise.py``) runs each step of the tail on stock's input. Its
 tolerances assume that
 
 - a row of keys is about as long as ``get_key_scale`` implies, and the queries' length is measured;

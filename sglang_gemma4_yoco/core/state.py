@@ -32,7 +32,7 @@ class ModelReport:
 
     Attributes:
         tail: how the tail runs.
-        check: the result of the check at start.
+        check: the result of the self-check.
         exits: whether captured prefills may be cut.
         exits_check: the result of the check of exits.
     """

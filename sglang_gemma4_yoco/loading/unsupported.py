@@ -145,7 +145,7 @@ def list_judged_arguments() -> set[str]:
 def find_release_reason() -> ServerRefusal | None:
     """Return why the installed release of SGLang is not cut, or None.
 
-    With the setting ``untested`` a release after the last tested one is cut if the check at start
+    With the setting ``untested`` a release after the last tested one is cut if the self-check
     passes. A refusing argument that was renamed must not pass as unset. SGLang's own fast prefill,
     if on, is the reason on any release.
     """
@@ -159,7 +159,7 @@ def find_release_reason() -> ServerRefusal | None:
         tested = f"{compat.release.FIRST_TESTED} to {compat.release.LAST_TESTED}"
         reason = (
             f"SGLang {installed} is newer than the tested releases, {tested}: "
-            f"{untested}=1 runs it after the check at start"
+            f"{untested}=1 runs it after a self-check"
         )
     elif not settings.current.self_check:
         check = settings.name_of("self_check")

@@ -5,7 +5,7 @@ exact are the rows and the cache: K and V of a row depend on no other row's roun
 
 On two models: a well-conditioned one, and one whose rounding errors multiply as those of a trained
 one may, so that stock rounding otherwise is the measure (``rounding``). That what each layer adds
-is as close as rounding allows, ``test_checked_models`` has: the check at start compares it.
+is as close as rounding allows, ``test_checked_models`` has: the self-check compares it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The check at start, proofs and audits on three kinds of models: all defects, no false alarm.
+"""The self-check, proofs and audits on three kinds of models: all defects, no false alarm.
 
 ``scripts/bench/bench_checks.py`` has hundreds.
 """

@@ -1,4 +1,4 @@
-"""One wrong step of one layer on the fast path: the check at start names that step alone."""
+"""One wrong step of one layer on the fast path: the self-check names that step alone."""
 
 from __future__ import annotations
 

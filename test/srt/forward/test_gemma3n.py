@@ -110,7 +110,7 @@ def test_images_run_as_stock(engine: Engine, batches_with: Callable[..., None]) 
     assert_stock(engine, eligibility.MEDIA)
 
 
-# ---------------------------------------------------------------- the check at start, and audits
+# ---------------------------------------------------------------- the self-check, and audits
 
 
 def test_it_finds_other_keys_and_values(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

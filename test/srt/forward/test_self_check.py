@@ -1,4 +1,4 @@
-"""The check at start: it runs both paths, finds defects, and restores all state."""
+"""The self-check: it runs both paths, finds defects, and restores all state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check at start of a server with few requests, small pools or short contexts.
+"""The self-check of a server with few requests, small pools or short contexts.
 
 Prompts longer than the window are compared all the same, one after another where they have no room
 beside each other: else a window one key too short or too long would pass as "checked". What a

@@ -111,11 +111,11 @@ def test_embeddings_are_restored_after_a_failure(engine: Engine) -> None:
     assert_served_by_stock(stock, seen)
 
 
-# ---------------------------------------------------------------- the check at start, and audits
+# ---------------------------------------------------------------- the self-check, and audits
 
 
 def assert_agrees(engine: Engine) -> None:
-    """Assert that another check at start finds nothing beyond rounding."""
+    """Assert that another self-check finds nothing beyond rounding."""
     assert state_of(engine).unsupported is None
     found = checked(engine)
     assert found.worst is not None, found

@@ -1,6 +1,6 @@
 """A release of SGLang after the last tested one: stock, unless the operator enables it.
 
-With ``SGLANG_GEMMA4_YOCO_UNTESTED=1`` it is cut after the check at start; the tail extends, since
+With ``SGLANG_GEMMA4_YOCO_UNTESTED=1`` it is cut after the self-check; the tail extends, since
 its decode step may count the keys of a window differently, and is not captured. The default, and
 what users see of it: ``server/test_untested_server``.
 """

@@ -1,4 +1,4 @@
-"""The check at start, called directly; the forwards that it makes; and audited prefills."""
+"""The self-check, called directly; the forwards that it makes; and audited prefills."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checked(engine: Engine) -> CheckResult:
 
 
 def result_of_check(state: ModelState) -> dict[str, Any]:
-    """Return the result of the check at start, as /server_info has it."""
+    """Return the result of the self-check, as /server_info has it."""
     assert state.report.check is not None
     return state.report.check
 

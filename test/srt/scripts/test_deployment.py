@@ -79,10 +79,15 @@ def read(manifest: Path, kind: str) -> list[Any]:
     return [one for one in documents if one["kind"] == kind]
 
 
+def deployment(manifest: Path = KUBERNETES) -> Any:
+    """Return the specification of the only Deployment."""
+    [found] = read(manifest, "Deployment")
+    return found["spec"]
+
+
 def pod(manifest: Path = KUBERNETES) -> Any:
     """Return the specification of the only Deployment's pods."""
-    [deployment] = read(manifest, "Deployment")
-    return deployment["spec"]["template"]["spec"]
+    return deployment(manifest)["template"]["spec"]
 
 
 def flags_of_server(file: Path) -> list[str]:
@@ -105,7 +110,17 @@ def test_a_first_start_has_half_an_hour() -> None:
     """A server that is killed while it compiles kernels would restart for ever."""
     [container] = pod()["containers"]
     probe = container["startupProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] == 30 * 60
+    seconds = probe["periodSeconds"] * probe["failureThreshold"]
+    assert seconds == 30 * 60
+    assert deployment()["progressDeadlineSeconds"] > seconds
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_a_probe_waits_for_a_generated_token(probe: str) -> None:
+    """SGLang looks for the token of ``/health`` once a second, for up to 20 seconds."""
+    [container] = pod()["containers"]
+    assert container[probe]["httpGet"]["path"] == "/health"
+    assert container[probe]["timeoutSeconds"] >= 20
 
 
 def test_doctor_gets_the_model_of_the_server() -> None:

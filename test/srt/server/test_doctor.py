@@ -168,7 +168,7 @@ def test_no_secret_is_shown(with_secrets: dict[str, Answer], name: str, tmp_path
         assert flags.endswith(f" --device cpu --dtype float32 {flag}")
 
 
-SHORTENED = "replayed prefills are shortened, where the check at start agrees"
+SHORTENED = "replayed prefills are shortened, if the self-check passes"
 #: Settings that may be 0 while the path is on.
 AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
 

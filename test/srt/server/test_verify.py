@@ -215,7 +215,7 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     mine.write_text("Is this one right?")
     command = [*VERIFY, "--model-path", str(sharp), *QUICK, "--prompts", str(mine)]
     command += ["--", "--dtype", "bfloat16"]
-    # Its own check at start would turn it off.
+    # Its own self-check would turn it off.
     variables = {"PYTHONPATH": path, settings.name_of("self_check"): "0"}
     # Audited prefills would answer what stock answers: the servers of verify make none.
     variables[settings.name_of("audit")] = "1"
