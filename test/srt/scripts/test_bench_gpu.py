@@ -1,4 +1,4 @@
-"""``bench_gpu.py``: its commands, and a whole run on a CPU."""
+"""``bench_gpu.py``: a rehearsal of it, and a whole run on a CPU."""
 
 from __future__ import annotations
 
