@@ -1,22 +1,47 @@
-"""Kernels of the donor, which are compiled at start: in a forward an answer would wait for them.
+"""Work of the host that a cut prefill adds, and the donor's kernels, which are compiled at start.
 
 What the host reads, opens and launches in a forward: ``triton/test_planning`` and ``rehearsal/``.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from pathlib import Path
+from types import CodeType
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from harness.forwards import assert_fast
+from harness.forwards import TWO_PROMPTS, assert_fast
+from harness.observe import run
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+
+def test_a_cut_prefill_enters_few_functions_of_the_package(engine: Engine) -> None:
+    """Its planning included, which calls the gate once; lambdas and generators are functions."""
+    scheduled = engine.schedule(TWO_PROMPTS)
+    assert_fast(engine)  # the first one is logged
+    package, entered = Path(settings.__file__).parent, Counter[CodeType]()
+
+    def entering(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(package):
+            entered[frame.f_code] += 1
+
+    sys.setprofile(entering)
+    try:
+        run(engine, scheduled, "1")
+    finally:
+        sys.setprofile(None)
+    assert entered[eligibility.check_eligibility.__code__] == 1
+    assert len(entered) <= 64, sorted(code.co_qualname for code in entered)
 
 
 def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:

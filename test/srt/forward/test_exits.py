@@ -33,11 +33,17 @@ from harness.decode_graphs import record_tail
 from harness.forwards import ENGINE, InjectedError, state_of
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.media import MediaPrompt, media_batch
-from harness.prefill_exits import RECORDED, ROWS, assert_served_alike, close, run
+from harness.prefill_exits import (
+    NEEDS_PREFILL_GRAPHS,
+    RECORDED,
+    ROWS,
+    assert_served_alike,
+    close,
+    run,
+)
 from harness.random_batches import HARD_CHUNKS, HARD_LAST_ROWS, HARD_LOGPROBS, Batch, batches
 from harness.upstream_fixes import REPORTS, fixed
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
-from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
@@ -52,12 +58,7 @@ from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward
 
-pytestmark = [
-    pytest.mark.skipif(
-        not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
-    ),
-    pytest.mark.usefixtures("forgotten_reports"),
-]
+pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
 
 WHOLE = LAYERS + 1  # segments of a graph
 TO_THE_EXIT = FIRST_CUT + 1  # of them, those before the attention of layer S-1

@@ -36,7 +36,7 @@ from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, InjectedError, attention_of, outcomes, state_of, times
 from harness.observe import TOLERANCE, batch_in, fields_of, without_padding
-from harness.prefill_exits import RECORDED
+from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import (
@@ -51,12 +51,7 @@ from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 
-pytestmark = [
-    pytest.mark.skipif(
-        not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
-    ),
-    pytest.mark.usefixtures("forgotten_reports"),
-]
+pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
 
 ERRORS = (InjectedError, torch.OutOfMemoryError)
 AN_ANSWER = f"{SGLANGS}get_server_args"  # it raises where there is no server: no site

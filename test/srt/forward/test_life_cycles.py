@@ -29,7 +29,7 @@ from harness import prefill_exits
 from harness.batches import batch_of
 from harness.forwards import ENGINE
 from harness.observe import without_padding
-from harness.prefill_exits import assert_served_alike, run
+from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, assert_served_alike, run
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.engine import Engine, reset_log, settings_changed
@@ -41,12 +41,7 @@ from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.state import get_state
 
-pytestmark = [
-    pytest.mark.skipif(
-        not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
-    ),
-    pytest.mark.usefixtures("forgotten_reports"),
-]
+pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
 
 PACKAGE = "sglang_gemma4_yoco"
 TO_THE_EXIT = batch_of((0, 30))

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from typing import Any
 
-import psutil
 import pytest
 
 from harness.checked_models import Result
-from harness.ended import assert_killed_alone
-from harness.server import wait_until
 from scripts.bench import bench_checks
 from scripts.bench.bench_checks import ENOUGH
-from scripts.environment import REPO
 from scripts.result_files import RESULTS
 
 
@@ -43,23 +38,3 @@ def test_false_alarms_and_misses_are_counted() -> None:
     document = bench_checks.finite(found)
     assert document["breakages"]["b"]["smallest"] == "infinite"
     assert json.loads(json.dumps(document, allow_nan=False)) == document
-
-
-@pytest.mark.release
-def test_a_run_that_is_killed_leaves_no_process() -> None:
-    """It is killed by SIGKILL, while its two processes work."""
-    command = [sys.executable, str(REPO / "scripts" / "bench" / "bench_checks.py"), "--models", "1"]
-
-    def workers_of(main: psutil.Process) -> list[psutil.Process]:
-        def find() -> list[psutil.Process]:
-            found = []
-            for one in main.children():
-                if "spawn_main" in " ".join(one.cmdline()):
-                    found.append(one)
-            if len(found) < 2:
-                found.clear()
-            return found
-
-        return wait_until(find, "two processes", 300)
-
-    assert_killed_alone(command, workers_of)

@@ -17,15 +17,6 @@ LOG = """
 """
 
 
-def test_sizes_of_batches_are_those_of_the_log() -> None:
-    assert bench_latency.batch_sizes(LOG) == {
-        "requests of a prefill": {"batches": 2, "mean": 2.0, "largest": 3},
-        "tokens of a prefill": {"batches": 2, "mean": 120.0, "largest": 200},
-        "requests of a decode step": {"batches": 1, "mean": 4.0, "largest": 4},
-    }
-    assert bench_latency.batch_sizes("no batch") == {}
-
-
 def test_times_are_reported_by_mean_and_percentiles() -> None:
     """A mean shows what a median hides: a few requests that wait long."""
     run: dict[str, Any] = {"duration": 9.0, "output_throughput": 5.0, "batches": {}}
@@ -39,12 +30,3 @@ def test_times_are_reported_by_mean_and_percentiles() -> None:
     line = bench_latency.describe_run(runs[0] | {"batches": bench_latency.batch_sizes(LOG)})
     assert "first token after 200 ms (mean; median 100, p95 650, p99 1010)" in line
     assert "requests of a prefill: 2.0 (mean of 2)" in line
-
-
-def test_without_a_text_no_time_is_reported() -> None:
-    """Dummy weights answer with special tokens, which have no text."""
-    run: dict[str, Any] = {"duration": 9.0, "output_throughput": 5.0, "batches": {}}
-    runs = [run | {"ttfts": [0.0, 0.0], "itls": [[], []]}]
-    found = bench_latency.summed_up(runs)
-    assert (found["ttft_ms"], found["itl_ms"]) == (None, None)
-    assert bench_latency.describe_run(runs[0]) == "9.00 s"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -50,23 +49,3 @@ def test_gsm8k(
 @pytest.mark.release
 def test_colours(servers: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     evaluate(servers, capsys, "colours", 30)
-
-
-def test_an_answer_is_right_that_names_both_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = " and ".join(eval_quality.PICTURES[3])
-    reply = {"choices": [{"message": {"content": f"It is {right.upper()}."}}]}
-    client = mock.Mock(**{"post.return_value.json.return_value": reply})
-    monkeypatch.setattr(eval_quality, "make_session", lambda _: client)
-    args = eval_quality.parse_arguments(["--model", "x", "--sets", "colours"])
-    answers = eval_quality.ask_colours(args, "http://x")
-    assert answers.accuracy == {"both named": 2 / 30}, "in either order"
-
-
-def test_two_runs_without_fast_prefill_stand_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """An answer that differs from itself is found."""
-    off = eval_quality.Answers({"sky": "blue", "capital": "Paris"}, {"strict": 1.0})
-    again = eval_quality.Answers({"sky": "blue", "capital": "Rome"}, {"strict": 0.5})
-    found = eval_quality.compare(off, again, on=off)
-    assert (found["identical_again"], found["identical"]) == (0.5, 1.0)
-    assert (found["accuracy_again"], found["accuracy_on"]) == ({"strict": 0.5}, {"strict": 1.0})
-    assert "off again: 'Rome'" in capsys.readouterr().out

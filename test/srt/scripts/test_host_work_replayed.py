@@ -12,18 +12,14 @@ from harness.batches import batch_of
 from harness.decode_graphs import record_tail
 from harness.forwards import ENGINE
 from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.prefill_exits import NEEDS_PREFILL_GRAPHS
 from scripts.bench import bench_prefill
 from scripts.bench.bench_prefill import OFF_REPLAYED, ON_REPLAYED, Load, Point
-from sglang_gemma4_reference import prefill_graphs, releases
+from sglang_gemma4_reference import prefill_graphs
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
 from sglang_gemma4_yoco import counters
 
-pytestmark = [
-    pytest.mark.usefixtures("forgotten_reports"),
-    pytest.mark.skipif(
-        not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("forgotten_reports"), NEEDS_PREFILL_GRAPHS]
 
 ROWS = 64
 SEGMENTS = LAYERS + 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -16,9 +14,7 @@ from scripts import environment
 from scripts.dev import version_matrix
 from sglang_gemma4_reference import roles
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.settings import name_of
 
-UNTESTED = name_of("untested")
 NEWEST = str(compat.release.LAST_TESTED)
 [SGLANG] = (one for one in requires("sglang-gemma4-yoco") or () if one.startswith("sglang"))
 [OLDEST] = (specifier.version for specifier in Requirement(SGLANG).specifier)
@@ -56,50 +52,6 @@ def test_each_week_all_of_them_are_tried_and_what_came_out_since() -> None:
         specifier = Requirement(wanted).specifier
         found[name] = [str(one) for one in specifier.filter(["0.5.16", NEWEST, "0.9.0rc1"])]
     assert found == {"newest": [NEWEST], "prerelease": [NEWEST, "0.9.0rc1"]}
-
-
-_TESTS = """
-import json, os, pathlib, sys
-pathlib.Path("environment.json").write_text(json.dumps(dict(os.environ)))
-"""
-
-
-@pytest.fixture
-def environment_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, str]]:
-    """Return a function that returns the environment of a release's tests."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "run_tests.py").write_text(_TESTS)
-    for name in (UNTESTED, "UV_OVERRIDE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(version_matrix, "REPO", tmp_path)
-    monkeypatch.setattr(environment, "REPO", tmp_path)
-
-    def find(*which: str) -> dict[str, str]:
-        version_matrix.try_release(which[0], tmp_path, *which[1:])
-        given: dict[str, str] = json.loads((tmp_path / "environment.json").read_text())
-        return given
-
-    return find
-
-
-@pytest.mark.parametrize("name", ["newest", "prerelease", NEWEST])
-def test_what_nobody_has_tested_is_wanted(
-    environment_of: Callable[..., dict[str, str]], name: str
-) -> None:
-    """Its tests would see stock without the setting."""
-    wanted: str | None = "1"
-    if name == NEWEST:
-        wanted = None
-    assert environment_of(name).get(UNTESTED) == wanted
-
-
-def test_another_package_than_sglang_pins(environment_of: Callable[..., dict[str, str]]) -> None:
-    """The script that installs SGLang does so with uv, which reads this variable."""
-    given = environment_of(NEWEST, "transformers==5.24.0")
-    assert Path(given["UV_OVERRIDE"]).read_text() == "transformers==5.24.0\n"
-    assert "UV_OVERRIDE" not in environment_of(NEWEST)
 
 
 @pytest.mark.parametrize("name", version_matrix.FILES)

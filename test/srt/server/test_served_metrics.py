@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from harness.ask import chat, generate, tokens
 from harness.layer_rows import assert_all_fast, without_audit
 from harness.scraped import samples
 from harness.server import CHUNK, Server
+from scripts.environment import REPO
 from sglang_gemma4_yoco import __version__, counters
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import metrics
@@ -22,7 +22,6 @@ from sglang_gemma4_yoco.loading import metrics
 FORWARDS, ROWS = "sglang:gemma4_yoco_forwards", "sglang:gemma4_yoco_rows"
 AUDITS, WORST = "sglang:gemma4_yoco_audits", "sglang:gemma4_yoco_audit_worst_difference"
 LONG = CHUNK + 40
-REPO = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

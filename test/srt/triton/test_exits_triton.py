@@ -14,8 +14,8 @@ from harness.batches import batch_of
 from harness.decode_graphs import record_tail
 from harness.forwards import INTERPRETED_ENGINE, attention_of
 from harness.layer_rows import TWO_POOLS
-from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
-from sglang_gemma4_reference import interpreter, prefill_graphs, releases
+from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, RECORDED, ROWS, assert_served_alike
+from sglang_gemma4_reference import interpreter, prefill_graphs
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import counters
@@ -24,9 +24,7 @@ from sglang_gemma4_yoco.counters import Outcome
 
 interpreter.make_quick()
 
-pytestmark = pytest.mark.skipif(
-    not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
-)
+pytestmark = NEEDS_PREFILL_GRAPHS
 
 WINDOW = TWO_POOLS.sliding_window
 DECODING = batch_of((WINDOW - 1, 1), decodes=True)

@@ -117,13 +117,6 @@ def test_a_window_is_what_the_layer_says(path: str) -> None:
     assert decode in method_of(path, "forward_decode")
 
 
-def test_a_class_without_windows_is_seen() -> None:
-    path = "sglang.srt.layers.attention.torch_flex_backend.TorchFlexAttnBackend"
-    for name in ("forward_extend", "forward_decode"):
-        assert "self" in method_of(path, name)
-        assert "sliding_window" not in method_of(path, name)
-
-
 @pytest.mark.parametrize("row", TABLE, ids=in_words)
 def test_evidence(row: Backend) -> None:
     """Tests exist; a run names SGLang's class; a reading names existing lines."""
