@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.metadata import requires
 from pathlib import Path
@@ -14,7 +15,9 @@ from scripts import environment
 from scripts.dev import version_matrix
 from sglang_gemma4_reference import roles
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.settings import name_of
 
+UNTESTED = name_of("untested")
 NEWEST = str(compat.release.LAST_TESTED)
 [SGLANG] = (one for one in requires("sglang-gemma4-yoco") or () if one.startswith("sglang"))
 [OLDEST] = (specifier.version for specifier in Requirement(SGLANG).specifier)
@@ -52,6 +55,27 @@ def test_each_week_all_of_them_are_tried_and_what_came_out_since() -> None:
         specifier = Requirement(wanted).specifier
         found[name] = [str(one) for one in specifier.filter(["0.5.16", NEWEST, "0.9.0rc1"])]
     assert found == {"newest": [NEWEST], "prerelease": [NEWEST, "0.9.0rc1"]}
+
+
+_TESTS = """
+import json, os, pathlib, sys
+pathlib.Path("environment.json").write_text(json.dumps(dict(os.environ)))
+"""
+
+
+@pytest.mark.parametrize("name", ["newest", "prerelease", NEWEST])
+def test_what_nobody_has_tested_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its tests would see stock without the setting."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "run_tests.py").write_text(_TESTS)
+    monkeypatch.delenv(UNTESTED, raising=False)
+    monkeypatch.setattr(version_matrix, "REPO", tmp_path)
+    monkeypatch.setattr(environment, "REPO", tmp_path)
+    version_matrix.try_release(name, tmp_path)
+    given = json.loads((tmp_path / "environment.json").read_text())
+    assert (UNTESTED in given) is (name != NEWEST)
 
 
 @pytest.mark.parametrize("name", version_matrix.FILES)
