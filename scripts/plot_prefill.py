@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Draw the prefill speedup by prompt length, on a CPU and on GPUs.
+"""Draw the prefill speedup by prompt length, on a CPU and on GPUs, and memory in a long run.
 
-Both pictures show stock's time divided by fast prefill's, against the prompt length, for light and
-for dark pages (``*_dark.svg``). Needs Matplotlib, each release of which draws a different file.
+Two pictures show stock's time divided by fast prefill's, against the prompt length. Each is drawn
+for light and for dark pages (``*_dark.svg``). Needs Matplotlib, each release of which draws a
+different file.
 
 - prefill.svg, from the result files ``prefill_*.json``: the ratio, with the 20th to 80th percentile
   as a bar; and its ceiling, stock's time divided by that of a prefill without the tail, as a dashed
   line of the same colour.
 - predicted.svg, from ``predicted.json``: the model's prediction for an H200, with its range, and
   measurements on GPUs, our own (dots) and others' (crosses).
+- soak.svg, from the result file ``soak_*.json``: the memory of a fast server's processes and the
+  size of its log, less what they were after a tenth of the requests; a stock one's as dashed lines.
 """
 
 from __future__ import annotations
@@ -53,10 +56,6 @@ def draw(contents: Callable[[Any], None], style: str) -> str:
         mpl.rcParams["svg.hashsalt"] = "prefill"  # the same file from the same data
         figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
         contents(axes)
-        axes.axhline(1.0, color="grey", linewidth=0.8)
-        axes.set(xlabel="length of each prompt, tokens", ylabel="time of prefill, stock / fast")
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.legend(fontsize="small", ncols=2)
         output = io.StringIO()
@@ -65,10 +64,19 @@ def draw(contents: Callable[[Any], None], style: str) -> str:
     return output.getvalue()
 
 
+def label_ratios(axes: Any) -> None:
+    """Label the axes of a picture of ratios."""
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set(xlabel="length of each prompt, tokens", ylabel="time of prefill, stock / fast")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+
+
 def draw_measured(axes: Any) -> None:
     """Draw ratios and ceilings that were measured on a CPU."""
     for label, points in find_lines().items():
         draw_line(axes, label, points)
+    label_ratios(axes)
 
 
 def draw_predicted(axes: Any) -> None:
@@ -85,6 +93,20 @@ def draw_predicted(axes: Any) -> None:
                 if case["source"]:
                     marker = "x"
                 axes.scatter(case["tokens"], case["ratio"], color=colour, marker=marker)
+    label_ratios(axes)
+
+
+def draw_soak(axes: Any) -> None:
+    """Draw the memory of two servers' processes in a long run, and the size of their logs."""
+    [document] = load_results("soak_*.json")
+    sizes = [name for name in document["growth"] if name.startswith("kB")]
+    for server, style in (("fast", "-"), ("stock", "--")):
+        for number, name in enumerate(sizes):
+            series = document[server]["series"][name]
+            grown = [size - series[len(series) // 10] for size in series]
+            axes.plot(grown, style, color=f"C{number}", label=f"{name}, {server}")
+    block = document["requests"] // len(series)
+    axes.set(xlabel=f"blocks of {block} requests", ylabel="growth, kB")
 
 
 def draw_line(axes: Any, label: str, points: list[dict[str, Any]]) -> None:
@@ -108,6 +130,8 @@ PICTURES = {
     RESULTS.with_name("prefill_dark.svg"): (draw_measured, "dark_background"),
     RESULTS.with_name("predicted.svg"): (draw_predicted, "default"),
     RESULTS.with_name("predicted_dark.svg"): (draw_predicted, "dark_background"),
+    RESULTS.with_name("soak.svg"): (draw_soak, "default"),
+    RESULTS.with_name("soak_dark.svg"): (draw_soak, "dark_background"),
 }
 
 

@@ -251,6 +251,16 @@ def list_random_traffic(document: Document) -> Rows:
         yield seconds, f"{share:.0%}", fast["replays"], fast["injected"], differ, largest
 
 
+def list_soak(document: Document) -> Rows:
+    """Yield the counts of a stock and of a fast server in a long run, and what has grown."""
+    stock, fast = document["stock"], document["fast"]
+    for name, number in fast["counts"].items():
+        yield name, format_pair(stock["counts"].get(name, 0), number), "", ""
+    for name, (off, on, allowed) in document["growth"].items():
+        end = format_pair(stock["series"][name][-1], fast["series"][name][-1])
+        yield name, end, format_pair(off, on), allowed
+
+
 def list_alarms(document: Document) -> Rows:
     """Yield the checks' reports on the unbroken package."""
     for kind, tried in (("check", "models"), ("audits", "audited"), ("proofs", "proved")):
@@ -343,6 +353,7 @@ TABLES = (
     Table(SUMMARY, "on a GPU", ON_A_GPU, "gpu_prefill_*.json", origins=False),
     Table(SUMMARY, "prefill", ON_A_CPU, "prefill_*mini_cpu_*.json", origins=False),
     Table(SUMMARY, "random traffic", list_random_traffic, "random_workload_*.json"),
+    Table(SUMMARY, "soak", list_soak, "soak_*.json"),
     Table(SUMMARY, "latency", list_loads, "latency_*.json"),
     Table(SUMMARY, "alarms", list_alarms, "checks_*.json", origins=False),
     Table(SUMMARY, "costs", list_costs, "checks_*.json", origins=False),

@@ -49,6 +49,7 @@ from sglang_gemma4_yoco.commands.verify.verify import parse_positive
 
 if TYPE_CHECKING:
     from harness.server import Server
+    from sglang_gemma4_reference.workload import Request
 
 sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
 PRESET = "E2B_TINY"
@@ -175,15 +176,22 @@ def judge_forwards(
             result.require(right, f"a forward with {rows} rows to compute: {prefill}")
 
 
+def make_requests(count: int, seed: int) -> list[Request]:
+    """Return so many random requests to a server of ``PRESET``."""
+    from sglang_gemma4_reference.checkpoint import PRESETS
+    from sglang_gemma4_reference.workload import random_requests
+
+    vocabulary = PRESETS[PRESET].vocab_size
+    return random_requests(count, seed=seed, vocabulary=vocabulary, longest=4000)
+
+
 def run(args: argparse.Namespace, logs: Path) -> Iterator[tuple[Pass, Any]]:
     """Yield each pass, and for each after the first the comparison with the first one's answers."""
     from harness.server import DEFAULT_THRESHOLD, running
-    from sglang_gemma4_reference.checkpoint import PRESETS
-    from sglang_gemma4_reference.workload import Client, compare, random_requests
+    from sglang_gemma4_reference.workload import Client, compare
 
     checkpoint = make_checkpoint(PRESET, args.work_dir)
-    vocabulary = PRESETS[PRESET].vocab_size
-    workload = random_requests(args.requests, seed=args.seed, vocabulary=vocabulary, longest=4000)
+    workload = make_requests(args.requests, args.seed)
     env = {**DEFAULT_THRESHOLD, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     off: dict[str, Any] = {"switch": "0", "arguments": ARGUMENTS, "env": env, "spawned": True}
     on, captured = off | {"switch": None}, tuple[int, ...]()
@@ -210,16 +218,23 @@ def run(args: argparse.Namespace, logs: Path) -> Iterator[tuple[Pass, Any]]:
             yield result, comparison
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Return the parsed command line; see ``--help``."""
-    parser = new_parser(__doc__)
+def new_load_parser(about: str | None, requests: int) -> argparse.ArgumentParser:
+    """Return a parser with the flags of a script that sends random requests, by default so many."""
+    parser = new_parser(about)
     add = parser.add_argument
-    add("--requests", type=parse_positive, default=200, help="how many")
+    add("--requests", type=parse_positive, default=requests, help="how many")
     add("--seed", type=int, default=0, help="seed of the requests")
-    add("--captured", action="store_true", help="replay decode steps and tails from graphs")
-    add("--failures-every", type=int, default=0, metavar="N", help="see above")
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and checkpoints")
     add("--json", type=Path, help="write the JSON document to this file too")
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the parsed command line; see ``--help``."""
+    parser = new_load_parser(__doc__, 200)
+    add = parser.add_argument
+    add("--captured", action="store_true", help="replay decode steps and tails from graphs")
+    add("--failures-every", type=int, default=0, metavar="N", help="see above")
     return parser.parse_args()
 
 

@@ -125,6 +125,11 @@ class Answer:
         return bool(self.outputs and self.outputs[0].tokens)
 
 
+def broke_off(request: Request, answer: Answer) -> bool:
+    """Return True if a request that nobody interrupted has no whole answer."""
+    return answer.error is not None or (answer.aborted and not request.interrupted)
+
+
 # -- the requests --------------------------------------------------------------------------------
 
 
@@ -465,7 +470,7 @@ def _compare(
     result: Comparison,
 ) -> None:
     for answer, server in ((stock, "stock"), (tested, "tested")):
-        if answer.error is not None or (answer.aborted and not request.interrupted):
+        if broke_off(request, answer):
             raise _DifferentError(f"no answer from the {server} server: {answer.error}")
     result.answered += not tested.aborted
     result.aborted += tested.aborted

@@ -1,0 +1,47 @@
+"""``bench/soak.py``: its verdict on what grows, without a server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scripts.bench import soak
+from scripts.result_files import RESULTS
+
+FLAT = [100.0 + i % 2 for i in range(200)]
+STEP = [100.0] * 10 + [107.0] * 190  # allocated once, in the first tenth
+LATE_STEP = [100.0] * 60 + [107.0] * 140
+LEAK = [100.0 + i / 10 for i in range(200)]
+SMALL_LEAK = [100.0 + i / 60 for i in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("stock", "fast", "passes"),
+    [
+        (FLAT, FLAT, True),
+        (FLAT, SMALL_LEAK, False),
+        (FLAT, LATE_STEP, False),
+        (STEP, STEP, True),
+        (STEP, LATE_STEP, True),
+        (STEP, LEAK, False),
+        (LEAK, LEAK, True),
+        (LEAK, SMALL_LEAK, True),
+        (SMALL_LEAK, LEAK, False),
+        (FLAT[:2], FLAT[:2], True),
+    ],
+)
+def test_growth_beyond_the_stock_servers_is_found(
+    stock: list[float], fast: list[float], passes: bool
+) -> None:
+    _, grows, allowed = soak.judge(stock, fast)
+    assert (grows <= allowed) == passes
+
+
+def test_what_was_found() -> None:
+    """The run passed, and the fast path was active in it."""
+    [path] = RESULTS.glob("soak_*.json")
+    document = json.loads(path.read_text())
+    assert document["problems"] == []
+    counts = document["fast"]["counts"]
+    assert counts["skipped"] > counts["computed"]
