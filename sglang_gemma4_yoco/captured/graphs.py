@@ -20,8 +20,8 @@ import torch
 
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.core import per_layer
-from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.patched import patched
 
 

@@ -30,8 +30,8 @@ from sglang_gemma4_yoco.checking.synthetic_requests import (
 )
 from sglang_gemma4_yoco.core.forward import serve_forward
 from sglang_gemma4_yoco.core.interfaces import Plan
-from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState, get_state
+from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import worth
 from sglang_gemma4_yoco.core.interfaces import TailBucket
-from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.refusal import Refusal
 
 # Frequent reasons are not logged: the batch is not a prefill, or has too few rows to skip.

@@ -6,10 +6,9 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.per_layer import Buffers
 from sglang_gemma4_yoco.core.tail import TailBackend
-from sglang_gemma4_yoco.core.tail_batch import TailBatch
+from sglang_gemma4_yoco.core.tail_batch import KeptRows, TailBatch
 
 
 class TailRunner(Protocol):

@@ -21,9 +21,9 @@ import torch
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.core import cut
-from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.patched import patched
 

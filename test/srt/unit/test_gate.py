@@ -36,9 +36,9 @@ from harness.stand_ins import eligible_batch, model, reason_of, state_of
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import eligibility, plan, worth
 from sglang_gemma4_yoco.core.interfaces import Plan
-from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail import TailBackend
+from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import Refusal

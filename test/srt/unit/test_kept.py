@@ -15,8 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 
 from harness.stand_ins import eligible_batch, tail_of
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.kept_rows import KeptRows
-from sglang_gemma4_yoco.core.tail_batch import TailBatch, pin_memory, rewrite_batch
+from sglang_gemma4_yoco.core.tail_batch import KeptRows, TailBatch, pin_memory, rewrite_batch
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8
