@@ -482,6 +482,13 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
     )
 
 
+class IdleBackend:
+    """An attention backend that plans nothing."""
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Do nothing."""
+
+
 def measure_gate(engine: Any) -> dict[str, float]:
     """Return the overhead on forwards that the package leaves alone, in microseconds.
 
@@ -496,22 +503,18 @@ def measure_gate(engine: Any) -> dict[str, float]:
     from sglang_gemma4_yoco.core.tail import TailBackend
     from sglang_gemma4_yoco.models import registry
 
-    class Backend:
-        def init_forward_metadata(self, forward_batch: Any) -> None:
-            pass
-
     def stock(self: Any, input_ids: Any, positions: Any, forward_batch: Any) -> None:
         pass
 
-    def taken(forward: Callable[..., Any], backend: Backend, forward_batch: Any) -> float:
+    def taken(forward: Callable[..., Any], backend: IdleBackend, forward_batch: Any) -> float:
         arguments = (model, forward_batch.input_ids, forward_batch.positions, forward_batch)
         planned = backend.init_forward_metadata
         timer = timeit.Timer(lambda: (planned(forward_batch), forward(*arguments)))
         number, _ = timer.autorange()
         return min(timer.repeat(5, number)) / number * 1e6  # the rest is other load
 
-    backend, model, wrapped = Backend(), engine.text_model, wrap_model_forward(stock)
-    attention = TailBackend(backend, Backend())
+    backend, model, wrapped = IdleBackend(), engine.text_model, wrap_model_forward(stock)
+    attention = TailBackend(backend, IdleBackend())
     known = ModelState(model, registry.find_adapter(model), None, attention)
     # Every row is read; eligibility checks that last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
@@ -520,7 +523,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
         known.attach(plan.plan_batch)
         for name in ("ineligible_prefill_us", "decode_us"):
             with_package = taken(wrapped, backend, forward_batch)
-            added[name] = round(with_package - taken(stock, Backend(), forward_batch), 3)
+            added[name] = round(with_package - taken(stock, IdleBackend(), forward_batch), 3)
             forward_batch.forward_mode = compat.batch.ForwardMode.DECODE
         known.close()
     return added
