@@ -248,7 +248,7 @@ def make_prefill_batch(
         mm_inputs=[None] * size,
         lora_ids=[None] * size,
         spec_algorithm=compat.batch.SpeculativeAlgorithm.NONE,
-        capture_hidden_mode=compat.batch.get_captured_hidden_states(),
+        capture_hidden_mode=compat.batch.get_hidden_state_mode(),
         **_list_rows(requests),
     )
     batch.extend_logprob_start_lens_cpu = list(starts or batch.extend_seq_lens_cpu)

@@ -135,7 +135,7 @@ def _judge(report: Report, adapter: TextModelAdapter, argument: Any) -> None:
     quantised = next(filter(None, map(argument, _QUANTISING)), report.entries["quantisation"])
     if quantised is not None:
         report.unknowns.append(
-            f"quantisation {quantised}: the kinds of layers are settled when weights are loaded. "
+            f"quantisation {quantised}: the kinds of layers are known when weights are loaded. "
             "Those whose rows do not depend on each other are admitted: among them fp8, AWQ, GPTQ "
             "and compressed-tensors, but not GGUF and bitsandbytes of 8 bits"
         )
@@ -151,7 +151,7 @@ def _judge(report: Report, adapter: TextModelAdapter, argument: Any) -> None:
     if others:
         admitted = ", ".join(list_flags(adapter.ATTENTION, RUN, READ))
         report.unknowns.append(
-            f"attention by {', '.join(others)}: settled when a server has built it. Admitted for "
+            f"attention by {', '.join(others)}: known when a server has built it. Admitted for "
             f"this model are {admitted}, and hybrids of them"
         )
 

@@ -18,7 +18,7 @@ def mark_chunk(batch: Any, *, finishes: bool) -> None:
         batch.contains_last_prefill_chunk = finishes
 
 
-def get_captured_hidden_states() -> Any:
+def get_hidden_state_mode() -> Any:
     """Return the ``CaptureHiddenMode`` of every batch of this server."""
     return forward_batch_info.get_server_return_hidden_states_mode()
 
