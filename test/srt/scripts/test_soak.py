@@ -26,9 +26,6 @@ SMALL_LEAK = [100.0 + i / 60 for i in range(200)]
         (STEP, LATE_STEP, True),
         (STEP, LEAK, False),
         (LEAK, LEAK, True),
-        (LEAK, SMALL_LEAK, True),
-        (SMALL_LEAK, LEAK, False),
-        (FLAT[:2], FLAT[:2], True),
     ],
 )
 def test_growth_beyond_the_stock_servers_is_found(
