@@ -33,7 +33,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -93,15 +93,20 @@ class Pass:
             self.problems.append(otherwise)
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the resident bytes of a process and of all its children."""
+def inspect_processes(pid: int, inspect: Callable[[Any], Any]) -> list[Any]:
+    """Return the results of ``inspect`` for a process and its children, without those that end."""
     import psutil
 
-    root, total = psutil.Process(pid), 0
+    root, found = psutil.Process(pid), []
     for process in [root, *root.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
-    return total
+            found.append(inspect(process))
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident bytes of a process and of all its children."""
+    return sum(inspect_processes(pid, lambda process: process.memory_info().rss))
 
 
 def run_pass(
@@ -177,7 +182,7 @@ def judge_forwards(
 
 
 def make_requests(count: int, seed: int) -> list[Request]:
-    """Return so many random requests to a server of ``PRESET``."""
+    """Return ``count`` random requests to a server of ``PRESET``."""
     from sglang_gemma4_reference.checkpoint import PRESETS
     from sglang_gemma4_reference.workload import random_requests
 
@@ -219,7 +224,12 @@ def run(args: argparse.Namespace, logs: Path) -> Iterator[tuple[Pass, Any]]:
 
 
 def new_load_parser(about: str | None, requests: int) -> argparse.ArgumentParser:
-    """Return a parser with the flags of a script that sends random requests, by default so many."""
+    """Return a parser with the flags of scripts that send random requests.
+
+    Args:
+        about: the script's docstring.
+        requests: the default number of requests.
+    """
     parser = new_parser(about)
     add = parser.add_argument
     add("--requests", type=parse_positive, default=requests, help="how many")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does a fast server grow in a long run, where a stock one does not?
+"""Compare the growth of a fast server with that of a stock one, in a long run.
 
 Serves a small random Gemma 4 on the CPU platform twice, in float32, with the fast path off and on,
 and sends both the same random requests, in turns of a block each, so that other load on the machine
@@ -15,7 +15,7 @@ A run passes if
 * after the first tenth of the requests nothing grows more than it may (``judge``).
 
 Output contract: lines for people on stdout; the last line is one JSON document. Exit status: 0 if
-the run passed, 1 if not, 2 if it could not be made, a server has died, or the fast path was not
+the run passed, 1 if not, 2 if it could not run, a server has died, or the fast path was not
 active on one server only.
 
     python scripts/bench/soak.py --requests 600
@@ -37,7 +37,14 @@ from typing import Any
 
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from scripts.bench.random_workload import ARGUMENTS, CLIENTS, PRESET, make_requests, new_load_parser
+from scripts.bench.random_workload import (
+    ARGUMENTS,
+    CLIENTS,
+    PRESET,
+    inspect_processes,
+    make_requests,
+    new_load_parser,
+)
 from scripts.command_line import failed, make_checkpoint, make_log_dir
 from scripts.environment import SetupError
 from scripts.result_files import begin_result, write_result
@@ -48,8 +55,9 @@ from sglang_gemma4_yoco.commands.verify import servers
 
 SAMPLES = 200
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+BROKEN_OFF, HELD = "requests broken off", "slots still held"
 #: Counts that must be 0.
-BROKEN_OFF, HELD, _ = WRONG = ("requests broken off", "slots still held", counters.FAILED)
+WRONG = (BROKEN_OFF, HELD, counters.FAILED)
 
 
 @dataclass
@@ -72,16 +80,16 @@ def take_sample(server: servers.Server) -> Counter[str]:
     Private memory is what is resident without files and shared memory: how much of those is
     resident depends on what else the machine runs.
     """
-    import psutil
-
-    root = psutil.Process(server.process.pid)
     found = Counter({"kB of log": server.log_file.stat().st_size // 1000})
-    for process in [root, *root.children(recursive=True)]:
+
+    def look(process: Any) -> Any:
         memory, name = process.memory_info(), process.name().removeprefix("sglang::")
+        private = (memory.rss - memory.shared) // 1000
+        return name, private, process.num_fds(), process.num_threads()
+
+    for name, private, files, threads in inspect_processes(server.process.pid, look):
         if name != "sh":  # it ends the server with this script
-            found[f"kB of {name}"] += (memory.rss - memory.shared) // 1000
-            found["open files"] += process.num_fds()
-            found["threads"] += process.num_threads()
+            found.update({f"kB of {name}": private, "open files": files, "threads": threads})
     return found
 
 
