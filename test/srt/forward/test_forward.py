@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,7 +44,7 @@ from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.plan import PLAN_ENTRY
-from sglang_gemma4_yoco.core.state import STATE_ENTRY, get_state
+from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.refusal import Refusal
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
@@ -230,21 +229,6 @@ def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
         assert "init_forward_metadata" not in vars(engine.runner.attn_backend)
     finally:
         engine.runner.init_attention_backends()
-
-
-def test_embeddings_are_found_at_any_position() -> None:
-    """A model may take them after other arguments: stock's second try gets them as they were."""
-
-    def stock(_: Any, ids: Any, positions: Any, batch: Any, other: Any, input_embeds: Any) -> None:
-        """Take them last."""
-
-    embeds, model = torch.zeros(1), SimpleNamespace()
-    vars(model)[STATE_ENTRY] = None
-    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
-    with mock.patch.object(forward, "serve_forward") as served:
-        forward.wrap_model_forward(stock)(model, None, None, batch, None, embeds)
-    [_, _, run_by_hand] = served.call_args.args
-    assert run_by_hand.embeds is embeds
 
 
 def test_when_stock_fails_too_its_error_propagates(engine: Engine) -> None:

@@ -168,9 +168,9 @@ def test_the_stock_replica_stands_beside_the_canary(stock: Path) -> None:
     """Each has a Service of its own, and one Service has both; the cache is the canary's."""
     selected = []
     for manifest in (KUBERNETES, stock):
-        [deployment] = read(manifest, "Deployment")
-        labels = deployment["spec"]["template"]["metadata"]["labels"]
-        assert deployment["spec"]["selector"]["matchLabels"] == labels
+        specification = deployment(manifest)
+        labels = specification["template"]["metadata"]["labels"]
+        assert specification["selector"]["matchLabels"] == labels
         selected.append(labels)
     fast, other = selected
     shared, own = (one["spec"]["selector"] for one in read(KUBERNETES, "Service"))
