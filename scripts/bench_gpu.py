@@ -111,8 +111,8 @@ def peak_memory(engine: Any, batch: Any, way: str) -> dict[str, Any]:
 def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
     """Return the breakdown of one prefill's time.
 
-    Host and whole time are measured without the profiler, which slows the host down; the device's
-    times in one forward with it.
+    Host time and end-to-end time are measured without the profiler, which slows the host down; the
+    device's times in one forward with it.
     """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
@@ -226,7 +226,7 @@ def parse_arguments() -> argparse.Namespace:
     every = [*COMMANDS, *PARTS]
     add("--preset", default="E2B", help="E2B, E4B, or a smaller random model")
     add("--part", nargs="+", choices=every, default=every, help="what to measure")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run")
     add("--results", type=Path, default=RESULTS, help="the folder of the result files")
     add("--measure", choices=PARTS, help=argparse.SUPPRESS)  # a part, in its own process
     add("--lengths", type=int, nargs="+", help=argparse.SUPPRESS)

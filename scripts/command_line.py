@@ -28,7 +28,11 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 def new_parser(about: str | None) -> argparse.ArgumentParser:
     """Return a parser whose ``--help`` shows ``about`` unchanged, and the defaults.
 
-    It accepts no abbreviated flags: the secrets in ``--server-args`` must be found.
+    First redact the secrets of ``sys.argv`` in all later output. The parser accepts no abbreviated
+    flags, since ``--server-args`` is looked up by its full name.
+
+    Raises:
+        SystemExit: ``--server-args`` has an unmatched quotation mark.
     """
     try:
         command_without_secrets(sys.argv)
@@ -75,18 +79,22 @@ def failed(failure: Exception) -> int:
 
 
 def make_work_dir(path: Path) -> Path:
-    """Make the folder for logs and checkpoints, and keep it out of version control."""
+    """Make the folder for logs and checkpoints, ignored by git; return its absolute path.
+
+    Raise ``SetupError`` if it cannot be written.
+    """
     path = path.expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / ".gitignore").write_text("*\n")
     except OSError as failure:
-        raise SetupError(f"{path} cannot be written ({failure}): choose --work-dir.") from failure
+        remedy = "choose another --work-dir"
+        raise SetupError(f"{path} cannot be written ({failure}): {remedy}") from failure
     return path
 
 
 def make_log_dir(work_dir: Path) -> Path:
-    """Make a new folder for the logs of this run."""
+    """Make and return a new folder for the logs of this run."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     logs = make_work_dir(work_dir) / "logs" / name
     logs.mkdir(parents=True)
@@ -94,7 +102,10 @@ def make_log_dir(work_dir: Path) -> Path:
 
 
 def make_checkpoint(preset: str, work_dir: Path, *, weights: bool = True) -> Path:
-    """Write a random checkpoint, or reuse the one of an earlier run."""
+    """Return the folder of a random checkpoint, written now or by an earlier run.
+
+    Raise ``SetupError`` if it cannot be made.
+    """
     maker = REFERENCE / "sglang_gemma4_reference" / "checkpoint.py"
     digest = hashlib.sha256(maker.read_bytes()).hexdigest()[:8]
     path = work_dir / f"{preset}-{digest}"
@@ -110,7 +121,7 @@ def make_checkpoint(preset: str, work_dir: Path, *, weights: bool = True) -> Pat
     try:
         done = subprocess.run([*command, str(partial)], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SetupError(f"the checkpoint could not be made:\n{done.stderr}")
+            raise SetupError(f"the random checkpoint {preset} could not be made:\n{done.stderr}")
         partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

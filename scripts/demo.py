@@ -102,12 +102,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.usage = "%(prog)s [options] [options of verify] [-- SERVER_FLAG ...]"
     add = parser.add_argument
     add("--model", help="a checkpoint's folder, or a model on the Hugging Face hub")
-    add("--preset", default="E2B_MINI", help="which random checkpoint")
+    add("--preset", default="E2B_MINI", help="random model, such as E2B_MINI or E4B_MINI")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to serve")
     add("--server-args", default="", metavar="'...'", help="more arguments for both servers")
     add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")
     add("--no-venv", action="store_true", help="use this interpreter's environment as it is")
-    add("--sglang-version", default=SGLANG_VERSION, help="what to install")
+    add("--sglang-version", default=SGLANG_VERSION, help="a release; newest; prerelease")
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and random checkpoints")
     end = argv.index("--") if "--" in argv else len(argv)
     args, of_verify = parser.parse_known_args(argv[:end])
@@ -120,7 +120,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run this interpreter's part of the demo."""
+    """Set up the environment and start again in it, or run the demo; return the exit status."""
     args = parse(argv)
     exit_on_signals()
     try:

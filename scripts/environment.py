@@ -37,26 +37,37 @@ def find_uv(venv: Path) -> Path:
     for pip in ((python, "-m", "pip"), (sys.executable, "-m", "pip", "--python", python)):
         if run(*pip, "install", "-q", "uv"):
             return own
-    raise SetupError("uv could not be installed: is there a pip, and a network?")
+    raise SetupError("uv could not be installed: check pip and the network, or install uv yourself")
 
 
 def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
-    """Install a release of SGLang, or one of ``NEWEST``; return the environment's interpreter."""
+    """Make or reuse the environment ``venv``, and install SGLang and this package in it.
+
+    Args:
+        sglang: a release, or a key of ``NEWEST``.
+
+    Returns:
+        The environment's interpreter.
+
+    Raises:
+        SetupError: it cannot be made, or something cannot be installed.
+    """
     venv = venv.expanduser().absolute()
     python, create = venv / "bin" / "python", (sys.executable, "-m", "venv", venv)
     if not (venv / "pyvenv.cfg").exists():
         if venv.exists() and any(venv.iterdir()):
-            raise SetupError(f"{venv} is not a virtual environment: choose another, --venv")
+            raise SetupError(f"{venv} is not a virtual environment: choose another one with --venv")
         # Debian's python3 has no ensurepip without python3-venv; its own pip may be there.
         if not run(*create) and not run(*create, "--without-pip"):
-            raise SetupError("this Python makes no environments (Debian: apt install python3-venv)")
+            raise SetupError(f"{sys.executable} -m venv failed (Debian: apt install python3-venv)")
     free = shutil.disk_usage(venv).free
     if free < 12e9 and not any(venv.glob("lib/*/site-packages/sglang")):
-        raise SetupError(f"{venv} has {free / 1e9:.1f} GB of free disk, and SGLang needs about 12")
+        need = f"SGLang needs about 12 GB of disk, and {venv} has {free / 1e9:.1f}"
+        raise SetupError(f"{need}: free some, or choose another place with --venv")
     release = NEWEST.get(sglang, f"sglang=={sglang}")
     # Editable, so that an older environment follows the checkout.
     packages = (release, "-e", REPO, f"--group={group}")
     if run(find_uv(venv), "pip", "install", "--python", python, *packages):
         return python
-    advice = "network and proxy; another Python (3.11 or later), or another --sglang-version"
-    raise SetupError(f"this could not be installed: try {advice}. What was installed is kept.")
+    advice = "Check network and proxy; else try another --sglang-version or Python (3.11 or later)."
+    raise SetupError(f"{release} could not be installed; what was installed is kept. {advice}")

@@ -115,7 +115,7 @@ def draw_line(axes: Any, label: str, points: list[dict[str, Any]]) -> None:
     for point in points:
         lengths.append(point["load"]["length"])
         ratios.append(point["ratio"])
-        # The slowest fifth of off against the fastest fifth of on, and the other way round.
+        # Off's 20th percentile against on's 80th, and the other way round.
         below.append(point["ratio"] - point["off"]["p20"] / point["on"]["p80"])
         above.append(point["off"]["p80"] / point["on"]["p20"] - point["ratio"])
     drawn = axes.errorbar(lengths, ratios, [below, above], marker="o", capsize=3, label=label)

@@ -35,7 +35,7 @@ GPU = ("-s", "-p", "no:xdist", "-o", "pythonpath=test/srt test/reference", "test
 
 
 def pytest_arguments(args: argparse.Namespace) -> list[str]:
-    """Return pytest's arguments; named files run whole."""
+    """Return pytest's arguments; without --quick, named files run with their release tests."""
     if args.gpu:
         return [*GPU, *args.pytest]
     chosen: tuple[str, ...] = QUICK if args.quick else ()
@@ -52,7 +52,7 @@ def parse_arguments(typed: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")
-    add("--sglang-version", default=SGLANG_VERSION, help="what to install")
+    add("--sglang-version", default=SGLANG_VERSION, help="a release; newest; prerelease")
     add("--lint", action="store_true", help="check style and types first")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--quick", action="store_true", help="less than three minutes, no server")
@@ -63,7 +63,7 @@ def parse_arguments(typed: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Set up, check, test."""
+    """Set up, check, test; return the exit status."""
     args = parse_arguments()
     python = Path(sys.executable)
     try:

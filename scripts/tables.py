@@ -101,7 +101,7 @@ def list_settings() -> Rows:
 
     for name, one in settings.VARIABLES.items():
         accepted = one.metadata["kind"].accepted
-        yield f"`{name}`", settings.unset(one), accepted, one.metadata["help"]
+        yield f"`{name}`", settings.describe_default(one), accepted, one.metadata["help"]
 
 
 def list_methods() -> Rows:
@@ -122,7 +122,7 @@ def list_backends() -> Rows:
     from sglang_gemma4_yoco.compat import backends
 
     found = defaultdict[tuple[str, str], list[str]](list)
-    for row in backends.judge(backends.GEMMA4).values():
+    for row in backends.list_rows(backends.GEMMA4).values():
         found[row.chosen, describe_backend(row)] += row.flags
     for cells, flags in found.items():
         yield format_flags(flags), *cells
@@ -143,7 +143,7 @@ def list_cards() -> Rows:
     """Yield GPUs: SGLang's attention backend for Gemma 4, its effect, and what was tested."""
     from sglang_gemma4_yoco.compat import backends
 
-    refused = backends.list_flags(backends.judge(backends.GEMMA4), backends.STOCK)
+    refused = backends.list_flags(backends.list_rows(backends.GEMMA4), backends.STOCK)
     for card, (architecture, flag) in CARDS.items():
         happens = NOTES.get(card, "active")
         if flag in refused:
@@ -192,13 +192,13 @@ def list_prefills(document: Document) -> Rows:
 
 
 def list_gates(document: Document) -> Rows:
-    """Yield one row: the overhead on forwards that the package leaves alone."""
+    """Yield one row: the overhead on forwards that run as stock."""
     gate = document["gate"]
     yield f"`{document['file']}`", gate["ineligible_prefill_us"], gate["decode_us"]
 
 
 def list_host(document: Document) -> Rows:
-    """Yield the host's work in each way."""
+    """Yield, for each batch and way (off, on, replayed), counts of the host's work."""
     for point in document["points"]:
         batch = f"{document['model']}, {point['load']['length']} tokens"
         for way, work in point["host"].items():
@@ -262,7 +262,7 @@ def list_soak(document: Document) -> Rows:
 
 
 def list_alarms(document: Document) -> Rows:
-    """Yield the checks' reports on the unbroken package."""
+    """Yield the false alarms of the checks, on the correct package."""
     for kind, tried in (("check", "models"), ("audits", "audited"), ("proofs", "proved")):
         found = (document["false_alarms"][kind], document["largest"][kind])
         yield f"`{document['file']}`", kind, document[tried], *found
@@ -292,7 +292,7 @@ def list_releases() -> Rows:
 
 
 def list_predicted(part: str, columns: Sequence[str], lengths: Sequence[int] = ()) -> Rows:
-    """Yield these columns of the cases of ``bench/predict.py`` that have all of them.
+    """Yield ``columns`` of each case in ``part`` of predicted.json, if the case has all of them.
 
     Args:
         lengths: prompt lengths in tokens; empty for all.

@@ -22,19 +22,19 @@ layer), is the last one with its own K and V. Layers S-1 to L-1 are the tail (th
     5  The tail and the norm run on the kept rows: launched layer by layer, or from a captured graph
        (captured/graphs.py).
     6  The kept rows are scattered into the model's output. If any step fails, the batch falls back
-       to stock.
+       to stock; with several ranks the exception is raised.
 
 The packages, from the top down. Imports go down, and no two packages import each other. SGLang is
 imported in compat/ and commands/ only. core/ knows no model::
 
-    plugin.py          SGLang's entry point: patch SGLang, or log one line with the reason
     commands/          the command line: doctor, status, verify
+    plugin.py          SGLang's entry point: patch SGLang, or log one line with the reason
     loading/           process and runner startup
         patch.py           wraps SGLang's methods
         runner_setup.py    sets up a model: eligibility, captured tail, check, log line
-        third_party.py     rules out third-party code on the activation path
-        unsupported.py     rules out server arguments, attention backends, KV pools, linear layers;
-                           its tests are in unit/test_limits, its documents in docs/modes.md
+        third_party.py     refuses servers with third-party code that may read skipped rows
+        unsupported.py     refuses server arguments, attention backends, KV pools, linear layers;
+                           tested in unit/test_limits, documented in docs/modes.md
         metrics.py         /server_info and /metrics
         published.py       two helpers for models that cut a batch themselves
     prefill_exits/     exits from SGLang's captured prefills

@@ -1,4 +1,4 @@
-"""Counters of prefill forwards by outcome, of their rows, and of audits; not of decode steps."""
+"""Counters of forwards by outcome, of their rows, and of audits; decode steps are not counted."""
 
 import logging
 from collections import Counter
@@ -93,8 +93,8 @@ class Counters:
         self._count_forward(UNSEEN, rows)
         if self.is_unused():
             log.log_once(
-                f"Gemma 4 fast prefill is set up, but no prefill was cut: {_MANY_UNSEEN} that "
-                "could be were run by SGLang's CUDA graphs or another plugin",
+                f"Gemma 4 fast prefill is set up, but no prefill was cut: {_MANY_UNSEEN} eligible "
+                "ones were run by SGLang's CUDA graphs or another plugin",
                 logging.WARNING,
             )
 

@@ -50,7 +50,7 @@ def _may_run_a_model() -> bool:
 
 def _install() -> None:
     check_version()
-    try:  # imported here, so that the switch at 0 imports no SGLang
+    try:  # imported here, so that SGLANG_GEMMA4_YOCO=0 imports no SGLang
         from sglang_gemma4_yoco.loading import patch
     except ImportError as missing:
         if is_from_this_package(missing):

@@ -1,7 +1,7 @@
 """Reasons why a batch, or every batch of a server, runs as stock.
 
 The text is for people: log lines, /server_info, and a metric's label, which is derived from it. No
-decision depends on it.
+decision depends on it, except that ranks compare it at start.
 """
 
 import logging
@@ -29,7 +29,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class ServerRefusal(Refusal):
-    """The reason why every batch of a server runs as stock; logged once, at start.
+    """The reason why every batch of a server runs as stock; logged once, when it is found.
 
     Attributes:
         level: the level of its log line.

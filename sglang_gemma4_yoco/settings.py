@@ -73,7 +73,7 @@ class Settings:
         True,
         _FLAG,
         "1 to cut prefills that SGLang replays from CUDA graphs too, and to fix their capture if "
-        "--cuda-graph-backend-prefill requests it; 0 to leave them",
+        "--cuda-graph-backend-prefill requests it; 0 to leave both to SGLang",
     )
     untested: bool = _setting(
         False,
@@ -100,7 +100,7 @@ def name_of(setting: str) -> str:
 VARIABLES: Mapping[str, Field[Any]] = {name_of(one.name): one for one in fields(Settings)}
 
 
-def unset(setting: Field[Any]) -> str:
+def describe_default(setting: Field[Any]) -> str:
     """Return the default of a setting in words."""
     default: Any = setting.default
     if default == ():
@@ -117,7 +117,7 @@ def parse(variable: str, value: str) -> bool | int | tuple[str, ...]:
     if re.fullmatch(kind.pattern, value):
         parsed: bool | int | tuple[str, ...] = kind.parse(value)
         return parsed
-    remedy = f"use {kind.accepted}, or leave it unset ({unset(setting)})"
+    remedy = f"use {kind.accepted}, or leave it unset ({describe_default(setting)})"
     explanation = setting.metadata["help"]
     raise ValueError(f"{variable}={value!r} is not a valid value: {remedy}: {explanation}")
 

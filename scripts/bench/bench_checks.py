@@ -2,10 +2,10 @@
 """Measure how well the self-check, audits and proofs tell defects from rounding.
 
 Random models of many shapes, types and kinds of weights (sharp attention, large norms, outlier
-channels; ``checked_models.py``) run on SGLang's ModelRunner with the unbroken package: no check,
-audit or proof may report a difference. Then each defect of ``breakages.py`` is injected, and the
-self-check must find it on every model to which it applies, with an error of several times the
-bound. Both files are in ``test/srt/harness``::
+channels; ``checked_models.py``) run on SGLang's ModelRunner with the correct package: no check,
+audit or proof (a comparison of a captured tail with its eager layers) may report a difference. Then
+each defect of ``breakages.py`` is injected, and the self-check must find it on every model to which
+it applies, with an error of several times the bound. Both files are in ``test/srt/harness``::
 
     python scripts/bench/bench_checks.py --results benchmark/results/checks_cpu.json  # 1 to 3 hours
     python scripts/bench/bench_checks.py --models 12 --only tiny        # a few minutes
@@ -13,8 +13,8 @@ bound. Both files are in ``test/srt/harness``::
 
 The file is updated after each group of models of one shape and type.
 
-Output contract: a line for each model and for each breakage on stdout; the last line is one JSON
-document. The exit status is 1 after a false alarm or a missed breakage; 2 if the run failed.
+Output contract: a line for each model and for each defect on stdout; the last line is one JSON
+document. The exit status is 1 after a false alarm or a missed defect; 2 if the run failed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from harness.checked_models import Group, Result
 
 sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
-ENOUGH = 4.0  # every breakage's error must reach this multiple of its bound
+ENOUGH = 4.0  # every defect's error must exceed this multiple of its bound
 INFINITE = "infinite"  # in a result file, since JSON has no infinity
 
 
@@ -71,7 +71,7 @@ def in_a_process_of_its_own(group: Group) -> list[Result]:
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """Return the false alarms, and the smallest factor of each breakage."""
+    """Return false alarms, errors, costs, and each defect's smallest error by its bound."""
     largest = {"check": 0.0, "audits": 0.0, "proofs": 0.0}
     alarms = dict.fromkeys(largest, 0)
     factors: dict[str, list[tuple[float, str]]] = defaultdict(list)
@@ -115,7 +115,7 @@ def parse_arguments() -> Namespace:
     """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--models", type=parse_positive, help="maximum number of each shape and type")
+    add("--models", type=parse_positive, help="maximum number of models of each shape and type")
     add("--only", default="", help="shapes with this in their name")
     add("--triton", action="store_true", help="on SGLang's Triton backend")
     add("--results", type=Path, help="where to put the results, as JSON")

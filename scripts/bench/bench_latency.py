@@ -84,7 +84,7 @@ def send(server: Server, rate: float, seed: int, args: argparse.Namespace) -> di
     with log.open("w") as printed:
         done = subprocess.run(command, stdout=printed, stderr=subprocess.STDOUT, env=env)
     if done.returncode or not output.exists():
-        raise SetupError("sglang.benchmark.serving failed; its log says why.", log)
+        raise SetupError(f"sglang.benchmark.serving failed; see its log, {log}")
     document: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
     document["batches"] = batch_sizes(server.log()[before:])
     if any(document["errors"]) or document["completed"] != args.requests:
@@ -189,16 +189,23 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     number: dict[str, Any] = {"type": parse_positive, "metavar": "N"}
-    add("--preset", default="E2B_MINI", help="which random checkpoint")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--preset", default="E2B_MINI", help="random model, such as E2B_MINI")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to serve")
     add("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.35], help="requests per second")
     add("--mixed", nargs="+", choices=("off", "on"), default=["off", "on"], help="mixed chunks")
     add("--requests", default=16, help="requests of a run", **number)
     add("--concurrency", help="the most requests at a time", **number)
     add("--repeats", default=3, help="runs of each server at each rate", **number)
-    add("--prompt", default=512, help="tokens of the longest prompt; half: the shortest", **number)
-    add("--answer", default=32, help="tokens of the longest answer; half: the shortest", **number)
-    add("--exact", action="store_true", help="all prompts and answers are of the longest's length")
+    add(
+        "--prompt",
+        default=512,
+        help="tokens of the longest prompt; the shortest has half",
+        **number,
+    )
+    add(
+        "--answer", default=32, help="tokens of the longest answer; the shortest has half", **number
+    )
+    add("--exact", action="store_true", help="all prompts and answers have the maximum length")
     add("--chunk", default=256, help="tokens of a chunk", **number)
     add("--server-args", default="", metavar="'...'", help="more arguments for both servers")
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and checkpoints")

@@ -9,7 +9,7 @@ and times the same batch three ways, interleaved in one run:
 * **front-only**: without the tail, a time that no implementation can beat.
 
 For each batch it prints medians with 20th and 80th percentiles, the ratio off/on and the ceiling
-off/front-only; its document also has the overhead on forwards that the package leaves alone, and
+off/front-only; its document also has the overhead on forwards that run as stock, and
 counts of the host's work in a forward (``host_work``). It verifies that on and off give the same
 answer, and how many rows each layer computed; it reports nothing as "on" if the fast path was not
 active and gave no reason. E2B_HOST and E4B_HOST have the real models' layers, and are tiny
@@ -75,7 +75,7 @@ WARM_UP_ROWS = 4096
 # and on agrees with off whatever it computes.
 LEAST_SPREAD = 0.01
 GEMMA3N = "GEMMA3N_"  # prefix of the names of its presets
-CONTEXT = 64  # cached tokens of a request that decodes along
+CONTEXT = 64  # cached tokens of a request that decodes in the same batch
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,17 @@ class Load:
 
     @property
     def total(self) -> int:
-        """Return the rows of the batch."""
+        """Return the number of rows of the batch."""
         return self.length * self.batch_size + self.decoding
 
     @property
     def suffix(self) -> int:
-        """Return the rows of each prompt that are read, at least its last."""
+        """Return the number of kept rows of each prompt, at least 1."""
         return max(round(self.length * self.read), 1)
 
     @property
     def kept(self) -> int:
-        """Return the rows of the batch that are read."""
+        """Return the number of kept rows of the batch."""
         return self.suffix * self.batch_size + self.decoding
 
 
@@ -163,7 +163,7 @@ class Point:
 
 
 class NotActiveError(Exception):
-    """The fast path did not run and gave no reason, or no answer could have differed."""
+    """The fast path did not run as requested, or the logits are too alike to compare."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -173,15 +173,16 @@ def parse_arguments() -> argparse.Namespace:
     presets = ["E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"]
     presets += [f"{GEMMA3N}E2B_MINI", f"{GEMMA3N}E4B_MINI"]
     add("--preset", choices=presets, default="E2B_MINI", help="a model with random weights")
-    add("--lengths", type=parse_positive, nargs="+", default=[128, 512, 2048, 8192])
-    add("--batch-sizes", type=parse_positive, nargs="+", default=[1, 4])
+    number: dict[str, Any] = {"type": parse_positive, "nargs": "+"}
+    add("--lengths", default=[128, 512, 2048, 8192], help="new tokens of each prompt", **number)
+    add("--batch-sizes", default=[1, 4], help="prompts of a batch", **number)
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
     fewest = "cut a prefill that can skip this many rows, regardless of the rule"
     add("--min-skipped-rows", type=parse_positive, help=fewest)
-    add("--repeats", type=parse_positive, default=7, help="times each of the three ways")
+    add("--repeats", type=parse_positive, default=7, help="timed forwards of each way")
     add("--graphs", nargs="?", const="prefills", choices=("tail", "prefills"), help="see above")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to run")
     add("--json", type=Path, help="also write the JSON document to this file")
     return parser.parse_args()
 
@@ -193,7 +194,7 @@ def loads(args: argparse.Namespace) -> list[Load]:
 
 
 def choose_device(wanted: str) -> str:
-    """Return ``cpu`` or ``cuda``. Selects the CPU platform, which must precede SGLang's import."""
+    """Return ``cpu`` or ``cuda``; for a CPU, select its platform before SGLang is imported."""
     import torch
 
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -313,7 +314,7 @@ def served(engine: Any, way: str) -> Iterator[None]:
         if way not in REPLAYED and compat.server.get_captured_prefills(engine.runner) is not None:
             runner = engine.runner.prefill_cuda_graph_runner
             span.enter_context(patched(runner, "can_run_graph", return_value=False))
-        if way == "front":  # it has no answer, so no gate admits it
+        if way == "front":  # as an intermediate chunk: the tail is skipped
             span.enter_context(patched(eligibility, "is_intermediate_chunk", return_value=True))
         yield
 
@@ -446,10 +447,10 @@ def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dic
 
 
 def measure(engine: Any, load: Load, repeats: int) -> Point:
-    """Time one batch all three ways, interleaved, and verify the answers.
+    """Return the measurements of one batch, all three ways interleaved; compare the answers.
 
-    Raise ``NotActiveError`` if the fast path did not run and gave no reason, or if no answer could
-    differ.
+    Raise ``NotActiveError`` if the fast path did not run and gave no reason, or if the logits are
+    too alike to compare.
     """
     batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size), slots=None)
     path, rows = path_taken(engine, batch, load)
@@ -490,7 +491,7 @@ class IdleBackend:
 
 
 def measure_gate(engine: Any) -> dict[str, float]:
-    """Return the overhead on forwards that the package leaves alone, in microseconds.
+    """Return the overhead on forwards that run as stock, in microseconds.
 
     Stock functions that do nothing are called with the package's wrappers around them, and without.
     """
@@ -511,7 +512,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
         planned = backend.init_forward_metadata
         timer = timeit.Timer(lambda: (planned(forward_batch), forward(*arguments)))
         number, _ = timer.autorange()
-        return min(timer.repeat(5, number)) / number * 1e6  # the rest is other load
+        return min(timer.repeat(5, number)) / number * 1e6  # the minimum: other load only adds time
 
     backend, model, wrapped = IdleBackend(), engine.text_model, wrap_model_forward(stock)
     attention = TailBackend(backend, IdleBackend())
@@ -589,4 +590,4 @@ if __name__ == "__main__":
     try:
         raise SystemExit(main())
     except NotActiveError as reason:
-        raise SystemExit(f"nothing is reported as on: {reason}") from None
+        raise SystemExit(f"the fast path cannot be measured: {reason}") from None

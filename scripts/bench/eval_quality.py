@@ -67,7 +67,7 @@ class Answers:
 
 
 def ask_colours(args: argparse.Namespace, url: str) -> Answers:
-    """Ask for the colours of all pictures; an answer that names both is right."""
+    """Return the answers about all pictures; an answer that names both colours is right."""
     http, answers, right = make_session(url), Answers(), 0
     for pair in PICTURES:
         image = {"type": "image_url", "image_url": {"url": draw_picture(*pair)}}
@@ -85,7 +85,7 @@ def ask_colours(args: argparse.Namespace, url: str) -> Answers:
 
 
 def ask_gsm8k(args: argparse.Namespace, url: str) -> Answers:
-    """Run lm-eval's GSM8K against one server."""
+    """Return one server's answers to lm-eval's GSM8K."""
     import lm_eval
     import yaml
 
@@ -144,7 +144,7 @@ def compare(off: Answers, again: Answers, on: Answers) -> dict[str, Any]:
 
 
 def ask_sets(args: argparse.Namespace, url: str) -> dict[str, Answers]:
-    """Return the answers to all questions of ``--sets``, which start with an empty prefix cache."""
+    """Empty the server's prefix cache; return its answers to all questions of ``--sets``."""
     say(f"Asking {url}")
     reply = make_session(url).post(f"{url}/flush_cache?timeout=30")
     if not reply.ok:
@@ -168,7 +168,7 @@ def served(args: argparse.Namespace, directory: Path, way: str) -> Iterator[str]
 
 
 def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Ask both servers, stock twice, and compare."""
+    """Ask both servers, stock twice; return the document with the comparison."""
     found: dict[str, dict[str, Answers]] = {}
     for way in ("off", "on"):
         with served(args, directory, way) as url:
@@ -191,7 +191,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", help="a checkpoint to serve, off and then on")
     add("--off", metavar="URL", help="a server with the fast path off")
     add("--on", metavar="URL", help="a server with the fast path on")
-    add("--sets", nargs="+", choices=SETS, default=list(SETS))
+    add("--sets", nargs="+", choices=SETS, default=list(SETS), help="what to ask")
     add("--questions", type=Path, metavar="FILE", help="instead of GSM8K's own")
     add("--limit", type=int, metavar="N", help="the first N questions of GSM8K")
     add("--chat", action="store_true", help="GSM8K through the chat template")
@@ -205,7 +205,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Ask, compare, print."""
+    """Ask, compare, print; return the exit status."""
     args = parse_arguments(argv)
     with tempfile.TemporaryDirectory() as directory:
         try:

@@ -3,7 +3,7 @@
 
 The model is ``prefill_model.py``, and ``benchmark/model.toml`` has the range of each of its values.
 Some are fitted to ``benchmark/results/gpu_*.json`` and to ``benchmark/published.toml``. Each
-measurement is predicted by a fit without all of its run.
+measurement is predicted by a fit that leaves out its whole run.
 
 Prints each measurement and its prediction, and writes ``benchmark/predicted.json``, from which
 ``tables.py`` and ``plot_prefill.py`` make tables and pictures. A range is from the 5th to the 95th
@@ -45,7 +45,7 @@ DRAWS = 300
 
 
 def new_case(**about: Any) -> Any:
-    """Return a measurement: stock takes ``ratio`` times as long, and ``off`` seconds if known."""
+    """Return a case: ``ratio`` is stock's time / fast's, ``off`` is stock's in seconds if known."""
     from scripts.bench.prefill_model import MODEL
 
     case = SimpleNamespace(**MODEL["case"] | about)
@@ -94,7 +94,7 @@ def fit(cases: Sequence[Any]) -> Any:
     def values_of(logarithms: Any) -> Any:
         return SimpleNamespace(**dict(zip(MODEL["fitted"], np.exp(logarithms), strict=True)))
 
-    def misses(logarithms: Any) -> Any:
+    def residuals(logarithms: Any) -> Any:
         found, values = [], values_of(logarithms)
         for case in cases:
             off, on = predict(case, values)
@@ -104,7 +104,7 @@ def fit(cases: Sequence[Any]) -> Any:
         prior = (logarithms - start) / 10  # for values that the measurements do not determine
         return np.append(np.log(found), prior)
 
-    return values_of(least_squares(misses, start, bounds=(low, high), diff_step=1e-3).x)
+    return values_of(least_squares(residuals, start, bounds=(low, high), diff_step=1e-3).x)
 
 
 def leave_one_out(cases: Sequence[Any]) -> None:
@@ -175,7 +175,8 @@ def describe(case: Any) -> None:
     if not case.verified:
         case.measured += "*"
     if case.predict:
-        case.expected = f"{case.predicted:.2f}x ({case.predicted / case.ratio - 1:+.0%})"
+        error = round(case.predicted / case.ratio - 1, 2) + 0.0  # no -0%
+        case.expected = f"{case.predicted:.2f}x ({error:+.0%})"
 
 
 def measure_cpu() -> dict[str, float]:

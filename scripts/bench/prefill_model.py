@@ -1,8 +1,9 @@
 """Model of a prefill's duration, from a model's sizes, a data sheet and assumptions.
 
-A forward takes as long as its host or its device needs, whichever is longer. The host needs some
-time for each operation that PyTorch dispatches. The device needs for each layer's matrix products
-the larger of operations / reached peak and bytes / bandwidth, plus the time of attention and of
+On a GPU a forward takes as long as its host or its device needs, whichever is longer; without
+overlap, as on a CPU, their sum. The host needs some time for each operation that PyTorch
+dispatches. The device needs for each layer's matrix products
+the larger of operations / achieved peak and bytes / bandwidth, plus the time of attention and of
 elementwise kernels. ``benchmark/model.toml`` has the data sheets, the counts of operations, and
 the ranges of the assumed values.
 
@@ -92,7 +93,7 @@ def device_seconds(case: Any, cut: int, device: Any, values: Any) -> tuple[Any, 
     """Return the device's time for the layers before the first KV-shared one, and for the rest.
 
     From layer ``cut`` on, counted from the first KV-shared one, only the last row of each prompt is
-    computed. All rows of K and V are computed in layer -1, too; they are too few to count.
+    computed. The donor also computes K and V of all rows, at a cost too small to count.
     """
     weights, _, _, ffn, _, shared = find_layers(case.model)
     first = np.flatnonzero(shared)[0]

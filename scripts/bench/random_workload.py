@@ -67,12 +67,12 @@ class Pass:
         name: ``off``, ``on`` or ``on, with failures``.
         seconds: from the first request to the last answer.
         forwards: prefill forwards by outcome, derived from the rows that the layers computed.
-        eligible_share: of those with rows to skip, the share that skipped some.
+        eligible_share: of those with rows to skip, the share that was cut, failed ones included.
         injected: failures injected into the tail.
         replays: forwards that replayed a captured tail.
         used_tokens: slots that tokens still held after the last answer.
-        memory_half, memory_end: resident bytes of all processes of the server, at half of the
-            time and at the end.
+        memory_half, memory_end: resident bytes of all processes of the server, after half of the
+            requests and at the end.
         problems: the conditions that failed, as text.
     """
 
@@ -141,17 +141,19 @@ def run_pass(
     result.used_tokens = held_tokens(client)
     result.injected = len(tail_failures.so_far(server.failures)) - injected
     judge_forwards(result, server.fast, server.prefills(since=mark), captured)
-    result.require(result.memory_end - result.memory_half <= FLAT_BYTES, "memory grows")
+    growth = result.memory_end - result.memory_half
+    grown = f"memory grew by {growth / 1e6:.0f} MB in the second half"
+    result.require(growth <= FLAT_BYTES, grown)
     result.require(not result.used_tokens, f"{result.used_tokens} slots are held by no request")
     leaks = "leak detected" in server.log().lower()
-    result.require(not leaks, "SGLang has found a leak; see its log")
+    result.require(not leaks, "SGLang reports a leak; see its log")
     return result, answers
 
 
 def judge_forwards(
     result: Pass, fast: bool, prefills: Sequence[Any], captured: Sequence[int]
 ) -> None:
-    """Note a problem for each forward that computed the wrong number of rows."""
+    """Set the figures of ``result`` about forwards, and note what is wrong with them."""
     from harness.layer_rows import fast_rows, is_replayed
     from sglang_gemma4_reference import workload as kinds
 

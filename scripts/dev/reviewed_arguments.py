@@ -41,7 +41,7 @@ def reviewed() -> set[str]:
 
 
 def main() -> None:
-    """Add new names to the list."""
+    """Add new names to the list and print them; drop those that ``unsupported`` judges."""
     new_parser(__doc__).parse_args()
     from sglang_gemma4_yoco.loading import unsupported
 

@@ -17,7 +17,7 @@ The last one overrides a package that SGLang pins, as users who upgrade it do. `
 otherwise.
 
 Output contract: the last line for each release is ``sglang VERSION: passed`` or ``failed``, with
-counts. Releases that passed go to ``benchmark/results/version_matrix.json``, except with
+counts. Supported releases that passed go to ``benchmark/results/version_matrix.json``, except with
 ``--override``; ``scripts/tables.py --write`` makes the table in docs/compatibility.md. Exit
 status: 0 if all passed, 1 if one did not.
 """

@@ -32,7 +32,7 @@ class Inputs:
     Attributes:
         rows: [n, ...], the residual of the kept rows at the input of layer S-1.
         positions: [n] int64.
-        requests: [n], the requests' rows in SGLang's table of tokens; 0 is reserved.
+        requests: [n], the requests' indices into ``req_to_token``; 0 is reserved.
         lengths: [n], tokens of each request.
         embeds: [n, hidden], the kept rows' input embeddings; None without per-layer inputs.
         embedded: [n, L - S + 1, width], their per-layer embeddings, or None.
@@ -156,7 +156,7 @@ class Bucket:
         self._tail.captured.capture_one(self.rows, self._run)
 
     def plan(self, live: Any, index: torch.Tensor) -> Replay:
-        """Plan the rows ``index`` [B] of a batch, one per request."""
+        """Return a replay for rows ``index`` [B] of the batch ``live``, its attention planned."""
         rows = index.shape[0]
         inputs = self._tail.inputs[rows]
         inputs.fill(requests=live.req_pool_indices, lengths=live.seq_lens)
@@ -203,7 +203,7 @@ class TailGraphs:
         self.state, self.backend = state, state.attention.tail
         self._decode_steps = compat.decode_graphs.get_captured_steps(runner)
         assert self._decode_steps is not None, "the tail is captured after them"
-        # Limited by the setting, and by the number of running requests.
+        # Limited by the setting, and by the maximum number of running requests.
         most = runner.req_to_token_pool.size
         if settings.current.graph_rows is not None:
             most = min(most, settings.current.graph_rows)

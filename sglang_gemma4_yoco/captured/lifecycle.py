@@ -14,14 +14,14 @@ from sglang_gemma4_yoco.core.state import ModelState
 NOT_YET = "it is not captured yet"
 GRAPHS_OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has no full CUDA graphs for decode"
-NOT_DECODING = "it extends, since this release of SGLang was not tested"
+NOT_DECODING = "it runs as an extend batch, since this release of SGLang was not tested"
 QUANTISED = "the per-layer inputs are quantised"
-SHARED = "K and V of a running server are read or written by more than its forwards"
+SHARED = "disaggregation's transfers read and write K and V while the server runs"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
 # Arguments and (in capitals) environment variables with which a replay may differ -> the reason.
 _UNSUPPORTED = {
     "enable_hierarchical_cache": LOADED_MEANWHILE,
-    "enable_memory_saver": "memory may be taken away and given back",
+    "enable_memory_saver": "GPU memory may be released and resumed",
     "enable_symm_mem": "collectives need memory of their own",
     "disable_cuda_graph_padding": "rows must not be padded",
     # It lends the memory while it replays none of its own graphs.
@@ -52,7 +52,7 @@ def find_eager_reason(runner: Any, state: ModelState) -> str | None:
             return f"{name}: {reason}"
     # SGLang recaptures in its scheduler's thread, between two batches; paused requests keep their K
     # and V. The check of the graphs temporarily writes KV slots: nothing else uses the pools then,
-    # except for work that the scheduler does not launch, such as these transfers.
+    # except for work that the scheduler does not launch, such as disaggregation's transfers.
     if state.serves and compat.server.read_argument("disaggregation_mode") != "null":
         return SHARED
     return compat.decode_graphs.find_memory_reason(torch.device(runner.device))

@@ -47,9 +47,9 @@ class Turns:
     audited least recently, the second for the next one, and so on. So an outcome that stops
     occurring holds back only one audit, and a rare outcome is audited as soon as it occurs.
 
-    With k outcomes so far, each forward is audited that comes kN or more after the last audit of
-    its outcome (or after its first forward). The choice depends only on N and the outcomes so far,
-    which are the same on all ranks.
+    With k outcomes so far, a forward is audited if it comes kN or more forwards after the last
+    audit of its outcome (or after the first forward of that outcome). The choice depends only on N
+    and the outcomes so far, which are the same on all ranks.
     """
 
     def __init__(self, every: int) -> None:
@@ -131,7 +131,7 @@ class Auditor:
         return found + found_eagerly, output
 
     def _judge(self, plan: Plan, found: list[Difference]) -> None:
-        """Count an audit, and log a defect."""
+        """Count an audit; log a defect, and turn the path off if audits are strict."""
         worst = rounding.find_worst(found)
         differ = ranks.find_difference(f"an audit: {worst.is_rounding}")
         agrees = worst.is_rounding and differ is None

@@ -41,7 +41,7 @@ _MEAN = "mean of the values"
 _OUTPUT = "output"
 _FINAL = "normed output"
 
-# Values are normed to size 1, so the error of a sum is some eps of fp32 even if they cancel.
+# Values are normed to size 1, so the error of a sum is a few eps of fp32 even if they cancel.
 _OF_VALUES = 4.0
 # Root mean square of r roundings on each side: 0.27 * sqrt(r). A GPU may sum a product in up to 16
 # parts, and round the sum after each: 8 more of the whole sum's size. So r is 5 + 8 for per-layer
@@ -53,8 +53,8 @@ _WEIGHTED = Tolerance(of_rows=True, floor=_OF_VALUES)
 _TOLERANCES = {
     _ATTENTION: _WEIGHTED,
     _MEAN: _WEIGHTED,
-    _OUTPUT: Tolerance(1.5),  # four sums of the residual, of three products
-    _FINAL: Tolerance(2.0),  # a layer's, normed
+    _OUTPUT: Tolerance(1.5),  # three additions to the residual, and the layer's scale
+    _FINAL: Tolerance(2.0),  # the last layer's error, and the norm's
 }
 _OF_LOGITS = Tolerance(3.0, of_rows=True)  # on top of the last layer's and the norm's errors
 

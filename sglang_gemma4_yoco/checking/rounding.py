@@ -59,7 +59,7 @@ class Tolerance:
         roundings: the largest root mean square of the errors, in units of the type.
         of_rows: errors are relative to the size of their row, for example of one head, and not of
             their channel.
-        floor: the minimum size of a row, in eps of fp32.
+        floor: the minimum error that is allowed, in eps of fp32 (times ``roundings``).
     """
 
     roundings: float = 1.0

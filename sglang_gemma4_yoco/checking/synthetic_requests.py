@@ -35,7 +35,7 @@ class NotComparableError(Exception):
 class Request:
     """One synthetic request."""
 
-    row: int  # in SGLang's table of tokens
+    row: int  # its index into ``req_to_token``
     cached: int  # tokens before the new ones
     ids: torch.Tensor  # [new] int64
     slots: torch.Tensor  # [cached + new] int64, in the full pool
@@ -86,7 +86,7 @@ class SyntheticRequests:
         batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
         # A forward that fails may leave a plan behind.
         own = replace(state, planned_rows=None, counters=Counters(logs=False))
-        with own.in_place():
+        with own.as_current():
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
         if state.unsupported is None and own.unsupported is not None:  # no forward is cuttable
             self._state.turn_off(own.unsupported)
@@ -116,7 +116,7 @@ def make_synthetic_requests(
 
     Args:
         runner: SGLang's ``ModelRunner``; nothing else reads or writes its pools meanwhile.
-        lengths: a batch of ``choose_batches``; empty for its first one with the most requests.
+        lengths: one of the batches of ``choose_batches``; if empty, the largest one.
 
     Raises:
         NotComparableError: they do not fit into the pools.

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from sglang_gemma4_yoco.commands.redact import redact
 
-#: The entries that --json always has, beside the verdict; null if unknown.
+#: The entries that --json always has, besides the verdict; null if unknown.
 ENTRIES = (
     *("version", "sglang", "torch", "python", "settings", "plugins"),
     *("model", "layers", "first_shared", "quantisation", "attention"),

@@ -1,8 +1,8 @@
 """Predict whether fast prefill would be active on a server with these flags.
 
-It starts no server, opens no port and takes no memory of a GPU. SGLang is imported in this process,
-loads its plugins and resolves the flags as it would in a server. Exit status: 0: it would be
-active; 1: it would not; 2: unknown here.
+It starts no server, opens no port and uses no GPU memory. SGLang is imported in this process, loads
+its plugins and resolves the flags as it would in a server. Exit status: 0: it would be active; 1:
+it would not; 2: unknown here.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
     parser.add_argument("--model-path", metavar="MODEL", help="directory, or name on Hugging Face")
     parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
-    parser.add_argument("flags", nargs="*", metavar="SERVER_FLAG", help="the server's, after --")
+    parser.add_argument("flags", nargs="*", metavar="SERVER_FLAG", help="SGLang's flags, after --")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def _settings(report: Report) -> None:
     report.entries["settings"] = values
     for name, value in values.items():
         if value is None:
-            report.add(name, f"unset: {settings.unset(settings.VARIABLES[name])}")
+            report.add(name, f"unset: {settings.describe_default(settings.VARIABLES[name])}")
             continue
         report.add(name, value)
         try:

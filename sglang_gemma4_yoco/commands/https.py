@@ -17,7 +17,7 @@ NO_REQUESTS = "the module requests is not installed here; run this where the ser
 
 
 def make_session(url: str, key: str | None = None) -> requests.Session:
-    """Return an HTTP client for a server, with its API key; without a proxy for this machine."""
+    """Return an HTTP client with the API key; it uses no proxy for a server on this machine."""
     try:
         import requests  # both come with SGLang
         import urllib3
@@ -38,7 +38,7 @@ def explain_failure(failure: BaseException) -> str:
     while deeper := cause.__cause__ or cause.__context__:
         cause = deeper
     if isinstance(cause, ssl.SSLCertVerificationError):
-        remedies = "name its issuer's (--cacert FILE), use a name that is in it, or --insecure"
+        remedies = "use --cacert FILE (its issuer's), a host name that it covers, or --insecure"
         return f"its certificate is not trusted ({cause.verify_message}): {remedies}"
     why = getattr(cause, "reason", None) or getattr(cause, "strerror", None) or cause
     if isinstance(cause, ConnectionRefusedError):

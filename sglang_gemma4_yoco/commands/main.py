@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(said, sys.stderr)
         return 2
     except KeyboardInterrupt:
-        say("interrupted; all that was started is stopped", sys.stderr)
+        say("interrupted; everything that was started has been stopped", sys.stderr)
         return 130
     except Exception:  # noqa: BLE001 - Python would print it with whatever it quotes
         say(traceback.format_exc(), sys.stderr)

@@ -36,7 +36,7 @@ def examine(report: Report, flags: Sequence[str]) -> None:
             "SGLang",
             f"{compat.release.INSTALLED} was not tested: {unsupported.RUNS_UNTESTED}",
         )
-    with _explain("SGLang does not read these flags"):
+    with _explain("SGLang cannot parse these flags"):
         args = server_args.prepare_server_args(list(flags))
     config, adapter = _model(report, args)
     if adapter is None:
@@ -113,8 +113,8 @@ def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
         return
     is_cut = patch.installed and unsupported.find_server_reason() is None
     if is_cut and adapter.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
-        shortened = "replayed prefills are shortened, if the self-check passes"
-        report.add("prefill graphs", f"backend {backend!r}: {shortened}")
+        condition = "replayed prefills are cut too, if the checks at start pass"
+        report.add("prefill graphs", f"backend {backend!r}: {condition}")
         return
     report.refuse(
         "SGLang does not start with prefill CUDA graphs of this model "
@@ -126,7 +126,7 @@ def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
 def _judge(report: Report, adapter: TextModelAdapter, argument: Any) -> None:
     """Check the flags with a server's own code; the rest is known only when a server starts."""
     if compat.server.has_fast_prefill() and not argument(compat.server.FAST_PREFILL):
-        report.add("fast prefill", "this package's serves: SGLang's own is off")
+        report.add("fast prefill", "by this package: SGLang's own is off")
     if argument("model_impl") == "transformers":
         report.refuse(metrics.NO_MODEL)
     if argument("is_embedding"):
@@ -137,7 +137,7 @@ def _judge(report: Report, adapter: TextModelAdapter, argument: Any) -> None:
         report.unknowns.append(
             f"quantisation {quantised}: the kinds of layers are known when weights are loaded. "
             "Those whose rows do not depend on each other are admitted: among them fp8, AWQ, GPTQ "
-            "and compressed-tensors, but not GGUF and bitsandbytes of 8 bits"
+            "and compressed-tensors, but not GGUF and 8-bit bitsandbytes"
         )
     cache = argument("kv_cache_dtype")
     if cache not in (None, "auto"):

@@ -62,7 +62,7 @@ def learn_secrets(flags: Sequence[str]) -> None:
 
 
 def redact(value: Any) -> Any:
-    """Return a text, or a JSON document except for its keys, with ``...`` for each secret."""
+    """Return a text or JSON document with ``...`` for each secret; a document's keys are kept."""
     if isinstance(value, str):
         value = _ADDRESS.sub("...", value)  # first: a secret may be a part of one
         for secret in _secrets:

@@ -17,8 +17,8 @@ ENTRY = "gemma4_yoco"
 NO_ENTRY = (
     f"the server has no entry {ENTRY}. Likely reasons: it is switched off ({SWITCH}=0); the "
     "package is not installed in the server's environment (run `sglang-gemma4-yoco doctor` there); "
-    "the plugin failed to load, or this SGLang does not ask it (see the lines `Gemma 4 fast "
-    "prefill` in the server's log)"
+    "the plugin failed to load, or this SGLang lacks a method that it wraps (see the lines `Gemma "
+    "4 fast prefill` in the server's log)"
 )
 NO_SCHEDULERS = "the server names no scheduler"
 # Prefixes of the outcomes of cut prefills.
@@ -108,7 +108,7 @@ def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | Non
     except (OSError, ValueError) as failure:  # ValueError: it is no URL
         raise CommandError(f"{url}: {explain_failure(failure)}") from None
     if reply.status_code in (401, 403):
-        raise CommandError(f"{url} wants another key: put it into {API_KEY}, or use --api-key")
+        raise CommandError(f"{url} rejects this API key: set {API_KEY}, or use --api-key")
     try:
         info = reply.json()
         return info.get("version"), [state.get(ENTRY) for state in info["internal_states"]]

@@ -26,7 +26,7 @@ TAIL_BACKEND = "triton"
 
 
 def is_capturing() -> bool:
-    """Return True if this forward is being captured into a CUDA graph, or replayed around one.
+    """Return True if this forward is captured in a CUDA graph, or runs in a piecewise one.
 
     A captured forward runs its Python code once, for a padded batch. Decisions for that batch would
     be replayed for all others.
@@ -69,10 +69,10 @@ def list_parts(backend: Any) -> list[Any]:
 
 
 def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
-    """Return a second attention backend over the runner's memory pools, registered as Triton's.
+    """Return a second backend over the runner's memory pools, of the class registered as Triton's.
 
-    Its steps are planned for the window of these decoder layers: for Gemma 3n that is 512, while
-    the runner's is 511. Stock's rows use the layers' window.
+    Its window is that of these decoder layers, as for stock's rows. For Gemma 3n the layers'
+    ``sliding_window_size`` is 512, while the runner's is 511.
     """
     backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)
     window = find_window(layers)

@@ -72,8 +72,8 @@ TRITON_FAILS = ServerRefusal(
     "layer does not flatten (sgl-project/sglang#37515)"
 )
 FLASHINFER_DIFFERS = ServerRefusal(
-    "FlashInfer's prefills of Gemma 3n may read other requests' K and V, or see one key less "
-    "behind a cached prefix (docs/upstream.md)"
+    "FlashInfer's prefills of Gemma 3n may read other requests' K and V, or see one key fewer "
+    "after a cached prefix (docs/upstream/gemma3n_window.md)"
 )
 
 _HARD, _ANY = "triton/test_hard_batches", "triton/test_any_backend_triton"
@@ -95,8 +95,8 @@ _PLATFORM = "by name, or by its platform"
 _NARROW = "its window is one key narrower in some of its kernels"
 _OWN_POOLS = "its pools and forward modes are its own"
 _NO_TRITON = (
-    "its decode step writes K and V of as many rows as there are queries, and there is no Triton "
-    "beside it"
+    "its decode step writes K and V of as many rows as there are queries, and Triton is not "
+    "available on its platform"
 )
 
 TABLE = (
@@ -111,8 +111,7 @@ TABLE = (
         *(GEMMA3N, TRITON, ("triton",), STOCK, ("triton/test_gemma3n_triton::test_alone",)),
         tail=("triton/test_gemma3n_triton::test_beside_another_backend",),
         # In all releases that were tested.
-        note="SGLang stops at the first prefill "
-        "([the fault](upstream/gemma3n_attention_output.md))",
+        note="SGLang crashes at the first prefill ([bug](upstream/gemma3n_attention_output.md))",
         reason=TRITON_FAILS,
     ),
     Backend(GEMMA3N, TRTLLM, ("trtllm_mha",), READ, _READ_3N, chosen=_SM100),
@@ -131,7 +130,7 @@ TABLE = (
 Attention = dict[str, Backend]
 
 
-def judge(model: str) -> Attention:
+def list_rows(model: str) -> Attention:
     """Return the rows of ``TABLE`` for a model, by the path of the class."""
     return {row.path: row for row in TABLE if row.model == model}
 

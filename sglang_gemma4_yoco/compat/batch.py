@@ -8,7 +8,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Speculative
 
 CaptureHiddenMode = forward_batch_info.CaptureHiddenMode
 ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.ForwardMode
-#: True if batches are marked that finish no prompt, as in SGLang 0.5.23.
+#: True if SGLang marks batches in which no prompt ends, as 0.5.23 does.
 MARKS_CHUNKS = hasattr(ForwardBatch, "contains_last_prefill_chunk")
 
 
@@ -27,7 +27,7 @@ def make_decode_step(requests: torch.Tensor, lengths: torch.Tensor, positions: t
     """Return an unplanned decode step of these rows, one per request, that writes no K and V.
 
     Args:
-        requests: [n], their rows in SGLang's table of tokens.
+        requests: [n], their indices into ``req_to_token``.
         lengths: [n], tokens of each request.
         positions: [n].
     """

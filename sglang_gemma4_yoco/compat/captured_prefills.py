@@ -45,7 +45,7 @@ class ExitPoint(NamedTuple):
     values: torch.Tensor
 
 
-def are_named() -> bool:
+def are_requested() -> bool:
     """Return True if the operator requested these graphs, rather than SGLang's defaults."""
     named = getattr(server.get_published_arguments(), "cuda_graph_backend_prefill", None)
     return named == BREAKABLE == server.get_cuda_graph_backend("prefill")
@@ -97,7 +97,7 @@ def _note_exit_point(*tensors: torch.Tensor) -> None:
 def embed_text(model: Any, config: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Embed text like SGLang's multimodal model in eager mode; can be captured.
 
-    Placeholder ids of media, as of a literal ``<image>`` in a text, get the padding's per-layer
+    Placeholder ids of media, such as a literal ``<image>`` in a text, get the padding's per-layer
     embeddings.
 
     Args:

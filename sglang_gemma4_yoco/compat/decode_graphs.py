@@ -57,7 +57,7 @@ def find_memory_reason(device: torch.device) -> str | None:
     if free >= _RESERVE:
         return None
     # Without the number: ranks compare their reasons, and the number differs.
-    return f"less than {_RESERVE >> 20} MiB of the GPU are free"
+    return f"less than {_RESERVE >> 20} MiB of GPU memory is free: lower --mem-fraction-static"
 
 
 def end_failed_capture(device: torch.device, backend: Any) -> None:

@@ -65,7 +65,7 @@ class TextModelNames:
             the class; ``...`` stands for any others.
         outer_models: modules with the models around it, which pass its rows only to their logits
             processor.
-        modules: other model modules with classes or functions on the activation path.
+        modules: other model modules with classes or functions that its forward uses.
         towers: parts of the outer models that run before the text model, and see none of its rows.
     """
 

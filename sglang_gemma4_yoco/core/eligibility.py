@@ -233,7 +233,7 @@ def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
 def is_multimodal(forward_batch: Any) -> bool:
     """Return True if some request has images, video or audio.
 
-    SGLang replaces the inputs by their embeddings only after planning.
+    While SGLang plans, a batch has ``mm_inputs``; its forward sets ``mm_input_embeds`` instead.
     """
     if forward_batch.mm_input_embeds is not None:
         return True

@@ -38,7 +38,7 @@ _EMBEDS, _OF_WRAPPER = "input_embeds", 4
 
 
 def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapped text model's forward that cuts prefills of models with a state."""
+    """Return a text model's forward, wrapped to cut prefills of models that have a state."""
     others = list(inspect.signature(stock).parameters)[_OF_WRAPPER:]
     place = len(others)
     if _EMBEDS in others:
@@ -85,7 +85,7 @@ def serve_forward(state: ModelState, forward_batch: Any, forward: Forward) -> An
     except Exception as failure:
         if not compat.server.is_single_rank():
             raise
-        _serve_failed(state, failure, rows)
+        _handle_failure(state, failure, rows)
         return forward.stock()
     return forward.stock()
 
@@ -108,8 +108,8 @@ def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     return output
 
 
-def _serve_failed(state: ModelState, failure: Exception, rows: int) -> None:
-    """Count a failure of the fast path; ``rows`` are those of the batch."""
+def _handle_failure(state: ModelState, failure: Exception, rows: int) -> None:
+    """Count a failure with a batch of ``rows`` rows; after ``LIMIT`` in a row turn the path off."""
     state.counters.count_failure(failure, rows)
     state.failures_in_a_row += 1
     if state.failures_in_a_row == LIMIT:

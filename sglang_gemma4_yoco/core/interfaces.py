@@ -1,4 +1,4 @@
-"""Interfaces of forwards and captured tails, implemented above, and the plan of a batch."""
+"""Interfaces that the packages above core implement, and the plan of a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class TailBucket(Protocol):
     """The tail, captured in a CUDA graph for a number of rows."""
 
     def plan(self, live: Any, index: torch.Tensor) -> TailRunner:
-        """Plan the rows ``index`` [B] of a batch, one per request."""
+        """Return a runner for rows ``index`` [B] of the batch ``live``, its attention planned."""
 
 
 class CapturedTail(Protocol):

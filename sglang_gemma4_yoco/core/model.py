@@ -1,12 +1,13 @@
 """The protocol of text models whose last layers share K and V of earlier ones.
 
-To add a model, write one file with the functions of ``TextModelAdapter``, and add it to
-``models/registry.py``. The core's view of the residual stream always has the rows first:
-[T, hidden] for Gemma 4, [T, 4, hidden] for the four streams of Gemma 3n.
+To add a model, write one module with the members of ``TextModelAdapter``, and add it to
+``models/registry.py`` and its attention backends to ``compat/backends.py``. The core's view of the
+residual stream always has the rows first: [T, hidden] for Gemma 4, [T, 4, hidden] for the four
+streams of Gemma 3n.
 
 **Sharing.** The KV-shared layers are the last ones: S is the first of them, L is the number of
 layers. Each reads K and V of one layer before S. Layer S-1, the last one with its own K and V, is
-the donor (the KV source layer of the tail). The cut is inside it. It is not layer 0.
+the donor (the KV source layer of the tail). The cut is inside the donor, which is not layer 0.
 
 **Attributes.** Outside of its file these attributes of a text model are read:
 
@@ -33,7 +34,7 @@ tolerances assume that
 - a row of keys is about as long as ``get_key_scale`` implies, and the queries' length is measured;
 - scores are their products, multiplied by the attention's ``scaling``, without a bias or a cap;
 - values are of about size 1 in every head;
-- a layer adds at most two or three sums to its residual, and ``norm`` does not shift its rows.
+- a layer adds to its residual at most three times, and ``norm`` does not shift its rows.
 
 Otherwise review the bounds: one that is too small turns a correct path off, and one that is too
 large hides a defect. Break the file on purpose, and see the check fail.
@@ -55,8 +56,8 @@ OTHER_END = "the model does something else between its layers and its norm"
 class NotCuttableError(Exception):
     """This model's forward cannot be cut; the message has the reason.
 
-    Raised after the layers before the cut have run. The batch then falls back to stock, so only
-    time is lost.
+    Raised after the layers before the cut have run. The batch and all later ones fall back to
+    stock.
     """
 
 
@@ -66,7 +67,7 @@ class TextModelAdapter(Protocol):
     Attributes:
         SGLANG: the SGLang symbols that it uses. A missing one turns only this model off.
         MODEL_TYPES: the ``model_type`` of its text configs, for ``doctor``, which loads no model.
-        ATTENTION: the attention backends that it admits, from ``compat/backends.py``.
+        ATTENTION: its attention backends in ``compat.backends.TABLE``, admitted and refused.
         CUTS_MEDIA: prompts with images, video or audio may be cut.
         LEAVES_CAPTURED_PREFILLS: prefills that SGLang replays from CUDA graphs may be cut. Their
             capture (``compat/captured_prefills.py``) supports Gemma 4's residual stream only.
@@ -92,9 +93,9 @@ class TextModelAdapter(Protocol):
     ) -> AbstractContextManager[list[torch.Tensor]]:
         """Stop the model's forward before layer ``cut``, without its norm, in the ``with`` block.
 
-        Yield a list to which the code after the layers appends its rows [T, ...], the residual at
-        the input of layer ``cut``, once per call; there must be exactly one. All patches are undone
-        at the end, also after an exception.
+        Yield a list. Instead of the norm, the residual [T, ...] at the input of layer ``cut`` is
+        appended to it; the caller requires exactly one entry. All patches are undone at the end,
+        also after an exception.
 
         Args:
             project: replaces the model's ``project_per_layer_inputs``, if it has any.
@@ -132,8 +133,8 @@ class TextModelAdapter(Protocol):
 
         It is captured in a CUDA graph: it neither synchronizes nor depends on values, shapes follow
         from B alone, and its patches are undone, also after an exception. Python state is not
-        updated in a replay. Some callers observe ``layers`` and their attentions, so it calls
-        these, with keywords, and no copies.
+        updated in a replay. Some callers patch ``layers`` and their attentions: call these objects,
+        not copies, with keyword arguments.
 
         Args:
             layers: S-1 to L-1. The donor reads its own K and V from the pool, as they do.

@@ -112,7 +112,7 @@ def take_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
 
     Two things can change between planning and the forward: a graph is being captured (on AMD SGLang
     begins the capture after planning), or another attention backend is current. In the supported
-    releases nothing else that the decision depends on does.
+    releases nothing else on which the decision depends changes in between.
 
     Raises:
         Exception: the error that the batch's planning raised.

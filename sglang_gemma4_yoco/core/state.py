@@ -54,7 +54,7 @@ class ModelState:
         model: SGLang's text model.
         adapter: its module in ``models/``.
         unsupported: why none of its batches is cut, or None.
-        attention: the tail's own backend; None if ``unsupported``.
+        attention: the tail's own backend; None if the server was refused at start.
         captured: the captured tail, if there is one.
         is_capturing: returns True while a forward is being captured in a CUDA graph.
         replayed_batch: the batch that SGLang is serving with a captured prefill, or None.
@@ -130,7 +130,7 @@ class ModelState:
             follow = self.attention.call_after_planning(partial(plan_batch, self.model))
             self._patches.enter_context(follow)
 
-    def in_place(self) -> AbstractContextManager[None]:
+    def as_current(self) -> AbstractContextManager[None]:
         """Serve the model with this state in the ``with`` block, instead of the attached one.
 
         Checks run forwards with modified copies of the attached state.

@@ -1,8 +1,8 @@
 """The tail's attention backend.
 
-A second backend over the server's pools, planned after the first. Its metadata is built before the
-forward, since the scheduler may rewrite the tables that planning reads, and not on the runner's own
-backend, since two metadata objects of one backend share buffers.
+A second backend over the server's pools, since two plans of one backend would share buffers. It is
+planned right after the first one, before the forward: later the scheduler may rewrite the tables
+that planning reads.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,7 @@ class TailBackend:
     def call_after_planning(
         self, plan_batch: Callable[[Any], None]
     ) -> AbstractContextManager[None]:
-        """Call ``plan_batch`` with each batch that SGLang has planned, except decode steps."""
+        """In the ``with`` block call ``plan_batch`` for each planned batch except decode steps."""
         stock = self.main.init_forward_metadata
 
         def init_forward_metadata(forward_batch: Any) -> None:

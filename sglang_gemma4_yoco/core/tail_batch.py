@@ -90,7 +90,7 @@ class KeptRows:
 
 
 def pin_memory(device: str) -> None:
-    """Pin the host memory that ``TailBatch.of`` copies from; it lasts until the next capture.
+    """Fill PyTorch's cache of pinned memory for ``TailBatch.of``; a graph capture empties it.
 
     Otherwise a request waits for the driver when its batch needs a new block; PyTorch rounds block
     sizes up to powers of two. Four of each size are pinned: two batches can be in flight, and

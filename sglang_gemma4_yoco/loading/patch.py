@@ -4,7 +4,7 @@ The methods are the forwards of text models, and those in ``WRAPPED`` and ``OPTI
 for which SGLang lacks a symbol is left unpatched; the others are patched.
 
 Methods are replaced, not classes, so modules that imported a class by name are patched too. An
-SGLang with its own fast prefill keeps its helpers, which its flag calls.
+SGLang with its own fast prefill keeps its own helpers, which it uses if its flag is set.
 
 These methods run in every server, whatever model it serves. So each calls this package inside
 ``runner_setup.guarded``, which contains errors. ``core`` guards a text model's forward.
@@ -150,7 +150,7 @@ def _find_cuttable_models() -> list[Any]:
 
 
 def wrap_forward(model: Any) -> Callable[..., Any]:
-    """Return the forward of a text model's class, wrapped to cut the layers.
+    """Return the forward of a text model's class, wrapped to cut prefills.
 
     Unnecessary once the model itself keeps only the rows that are read (#27183).
 
@@ -169,7 +169,7 @@ def _list_helpers() -> dict[tuple[type, str], Callable[..., Any]]:
     model: Any = compat.names.find_object(gemma4.SGLANG.text_model)
     for helper in published.HELPERS:
         if hasattr(model, helper.__name__):
-            why = f"{model.__name__} has a {helper.__name__} of its own"
+            why = f"{model.__name__} already has {helper.__name__}: remove the patch that adds it"
             raise compat.release.IncompatibleError(why)
     return {(model, helper.__name__): helper for helper in published.HELPERS}
 

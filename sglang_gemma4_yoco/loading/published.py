@@ -22,7 +22,7 @@ from sglang_gemma4_yoco.models import gemma4
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     """Return True if this forward may skip unused rows in the KV-shared layers.
 
-    Like the published one, it reads the switch on each call.
+    Like the one of #27183, it reads ``SGLANG_GEMMA4_YOCO`` on each call.
     """
     if os.environ.get(settings.SWITCH, "1") != "1":
         return False
@@ -51,7 +51,7 @@ def _yoco_truncate_to_last_tokens(
         logprobs. ``restore_fn()`` restores every field and the attention state; a second call is a
         no-op. If this function raises, everything has been restored.
     """
-    if not isinstance(hidden_states, torch.Tensor):  # another order was also published
+    if not isinstance(hidden_states, torch.Tensor):  # some commits of #27183 have another order
         raise TypeError("expected hidden_states, positions, per_layer_inputs, forward_batch")
     main: Any = compat.attention.get_current_backend()
     kept = eligibility.find_kept_rows(forward_batch)

@@ -106,11 +106,11 @@ def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
         tail = compat.attention.build_backend(runner, model.layers)
         if compat.backends.may_run_tail(registry.find_adapter(model).ATTENTION, tail):
             return TailBackend(runner.attn_backend, tail)
-        failure = f"what is registered as triton is a {type(tail).__name__}"
+        failure = f"the backend registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - any failure falls back to stock
         failure = repr(raised)
     log.log_once(
-        f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",
+        f"Gemma 4 fast prefill: the tail's attention backend could not be built ({failure})",
         logging.WARNING,
     )
     return None
@@ -217,10 +217,10 @@ def set_up(runner: Any, state: ModelState) -> None:
 
 
 def _check_start(runner: Any, state: ModelState) -> CheckResult:
-    """Compare with stock, unless the self-check is disabled; with several ranks, all or none.
+    """Compare with stock, unless the self-check is disabled; one failing rank turns all off.
 
-    The path is also off if nothing could be compared. With several ranks a failure is raised: the
-    others wait for this rank.
+    The path is also off if nothing could be compared. With several ranks an exception is raised:
+    the others wait for this rank.
     """
     checked = check.NOT_WANTED
     try:
@@ -241,7 +241,7 @@ def _check_start(runner: Any, state: ModelState) -> CheckResult:
     elif not checked.agrees:
         _turn_off(state, check.CHECK_FAILED, checked)
     elif differ is not None:
-        _turn_off(state, check.CHECK_FAILED, "another rank's differs")
+        _turn_off(state, check.CHECK_FAILED, "another rank's result differs")
     return checked
 
 

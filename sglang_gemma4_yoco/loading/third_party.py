@@ -1,4 +1,4 @@
-"""Third-party code on the activation path: classes, methods, functions, hooks.
+"""Third-party code that may read skipped rows: classes, methods, functions, hooks.
 
 SGLang's own code reads only the kept rows of the text model's output. Third-party code may read any
 row, and the other rows are never computed. So a server with unknown code is refused unless its
@@ -78,7 +78,7 @@ PACKAGES = {
 }
 VARIABLE = settings.name_of("trust")
 REPLACED = ServerRefusal(
-    "a text model's forward is no longer this package's: something else is in its place"
+    "a text model's forward is no longer this package's: another plugin replaced it"
 )
 NOT_JUDGED = ServerRefusal("it could not be determined whose code reads the model's rows")
 
@@ -122,7 +122,7 @@ def is_ours(function: Any) -> bool:
 
 
 def _find_unknown(outer: type, runner: Any) -> Iterator[ForeignCode]:
-    """Yield third-party code on the activation path."""
+    """Yield third-party code that may read skipped rows."""
     known = [name for adapter in registry.MODELS for name in adapter.SGLANG.outer_models]
     if not (outer.__module__ in known or _is_trusted(outer.__module__, outer.__name__)):
         yield "the model is a", outer.__module__, outer.__name__
@@ -159,7 +159,7 @@ def list_modules() -> list[str]:
 
 
 def _list_objects(model: Any) -> dict[str, Any]:
-    """Return the objects on the activation path by place: modules, and SGLang objects in them."""
+    """Return the objects that may see rows, by place: modules, and SGLang objects in them."""
     objects = {}
     towers = {name for adapter in registry.MODELS for name in adapter.SGLANG.towers}
     for name, module in model.named_modules():

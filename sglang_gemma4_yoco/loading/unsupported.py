@@ -19,19 +19,19 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 
 # A defect of SGLang, refused because it would be mistaken for one of this package.
 WRONG_REPLAYS = ServerRefusal(
-    f"{POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: unset it",
+    f"{POSITIONS_VARIABLE} with prefill CUDA graphs makes SGLang's own answers wrong: unset it",
     level=logging.WARNING,
 )
 
 #: SGLang cuts the prefills itself, if its own conditions are met.
 SGLANG_SERVES = ServerRefusal(
-    f"SGLang's own fast prefill is on (--{FAST_PREFILL.replace('_', '-')}): leave "
-    "that flag out to have this package's"
+    f"SGLang's own fast prefill is on (--{FAST_PREFILL.replace('_', '-')}): remove "
+    "that flag to use this package's"
 )
-#: The label of a release that is not cut.
+#: The metrics label of a release on which no prefill is cut.
 UNTESTED_RELEASE = "untested_release"
 #: The limits on a release after the last tested one with the setting ``untested``.
-RUNS_UNTESTED = "arguments that are new in it are not judged; the tail extends, and runs eagerly"
+RUNS_UNTESTED = "its new arguments are not checked; the tail runs eagerly, as an extend batch"
 # Embedding mode crashes SGLang's own server for these models; its error should be the last line.
 EMBEDDINGS = ServerRefusal("embeddings", is_logged=False)
 DUMPER = ServerRefusal(
@@ -143,11 +143,11 @@ def list_judged_arguments() -> set[str]:
 
 
 def find_release_reason() -> ServerRefusal | None:
-    """Return why the installed release of SGLang is not cut, or None.
+    """Return why no prefill is cut on the installed release of SGLang, or None.
 
-    With the setting ``untested`` a release after the last tested one is cut if the self-check
-    passes. A refusing argument that was renamed must not pass as unset. SGLang's own fast prefill,
-    if on, is the reason on any release.
+    With the setting ``untested`` prefills are cut on a release after the last tested one if the
+    self-check passes. A refusing argument that was renamed must not pass as unset. SGLang's own
+    fast prefill, if on, is the reason on any release.
     """
     if not compat.release.is_newer_than_tested():
         return None
@@ -159,7 +159,7 @@ def find_release_reason() -> ServerRefusal | None:
         tested = f"{compat.release.FIRST_TESTED} to {compat.release.LAST_TESTED}"
         reason = (
             f"SGLang {installed} is newer than the tested releases, {tested}: "
-            f"{untested}=1 runs it after a self-check"
+            f"{untested}=1 turns fast prefill on if its self-check passes"
         )
     elif not settings.current.self_check:
         check = settings.name_of("self_check")
@@ -206,9 +206,9 @@ def _check_speculation() -> ServerRefusal | None:
     if algorithm not in LAST_ROW_DRAFTS:
         return ServerRefusal(SPECULATIVE.text)
     if any(map(read_argument, _HIDDEN_STATE_ARGUMENTS)):
-        return ServerRefusal(f"{HIDDEN_STATES}, beside speculative decoding")
+        return ServerRefusal(f"{HIDDEN_STATES}, with speculative decoding")
     if read_argument("disaggregation_mode") not in (None, "null"):  # not tested
-        return ServerRefusal(f"{SPECULATIVE} beside prefill-decode disaggregation")
+        return ServerRefusal(f"{SPECULATIVE} with prefill-decode disaggregation")
     return None
 
 
@@ -245,7 +245,7 @@ def find_backend_reason(main: Any, attention: compat.backends.Attention) -> Serv
     """
     for part in compat.attention.list_parts(main):
         name = type(part).__name__
-        unknown = ServerRefusal(f"the attention backend {name} is not known to be right")
+        unknown = ServerRefusal(f"the attention backend {name} is not known to be correct")
         known = attention.get(compat.backends.get_path(type(part)))
         if known is None:
             return unknown
@@ -290,15 +290,15 @@ def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
             return ServerRefusal(f"K and V are not stored slot by slot, but in {most} dimensions")
     if pool.dtype == dtype:
         return None
-    return ServerRefusal(f"a KV cache of {pool.dtype} beside weights of {dtype}")
+    return ServerRefusal(f"a KV cache of {pool.dtype} with weights of {dtype}")
 
 
 # -- layers with weights ---------------------------------------------------------------------------
 
 # SGLang's classes, with the scheme if a class has schemes. All others are refused, including those
-# of other packages and platforms. The activation scales of these are per row, per block, or from
-# the checkpoint: a scale from the batch's maximum would change when other rows are missing. GGUF is
-# not listed because it rounds few rows differently from many.
+# of other packages and platforms. The activation scales of the listed ones are per row, per block,
+# or from the checkpoint: a scale from the batch's maximum would change when other rows are missing.
+# GGUF is not listed because it rounds few rows differently from many.
 _INDEPENDENT_ROWS = {
     "AWQLinearMethod.AWQIntelAMXLinearScheme",
     "AWQLinearMethod.AWQLinearScheme",
@@ -332,7 +332,7 @@ def find_linear_reason(model: Any, first: int) -> ServerRefusal | None:
     """Return why rows of this model's tail may depend on rows that would be dropped, or None.
 
     Args:
-        model: a ``Gemma4TextModel`` with a tail and loaded weights.
+        model: a text model with a tail and loaded weights.
         first: S, the index of its first KV-shared layer.
     """
     for layer in list(getattr(model, "layers", ()))[first - 1 :]:

@@ -45,7 +45,7 @@ SGLANG = TextModelNames(
 CUTS_MEDIA = True
 LEAVES_CAPTURED_PREFILLS = True
 MODEL_TYPES: tuple[str, ...] = ("gemma4_text", "gemma4_unified_text")
-ATTENTION = compat.backends.judge(compat.backends.GEMMA4)
+ATTENTION = compat.backends.list_rows(compat.backends.GEMMA4)
 
 
 def find_unsupported_reason(model: Any) -> ServerRefusal | None:
@@ -62,7 +62,7 @@ def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> S
     layer = model.layers[number]
     kind, attention = type(layer), type(layer.self_attn)
     if kind is not layer_class:
-        return ServerRefusal(f"layer {number} is a {kind.__name__}")
+        return ServerRefusal(f"layer {number} is a {kind.__name__}, no {layer_class.__name__}")
     if attention is not attention_class:
         return ServerRefusal(f"the attention of layer {number} is a {attention.__name__}")
     return None
@@ -122,7 +122,7 @@ def project_keys_and_values(
     """Return K and V of every row, as the stock layer would write them.
 
     Plain weights are sliced. With quantised or packed weights, or a bias, all columns are computed,
-    as in stock, and the queries dropped, which is exact for every layer with independent rows.
+    as in stock, and those of the queries are dropped.
 
     Args:
         attention: the donor's, whose fused projection has columns of q, k and v.

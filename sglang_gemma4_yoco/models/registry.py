@@ -11,7 +11,7 @@ MODELS: list[TextModelAdapter] = [gemma4, gemma3n]
 
 
 def list_text_models() -> dict[type, TextModelAdapter]:
-    """Return SGLang's text model classes and their adapters; other symbols may be missing."""
+    """Return SGLang's text model classes and their adapters, even if it lacks other symbols."""
     found = dict[type, TextModelAdapter]()
     for adapter in MODELS:
         text_model = compat.names.find_object(adapter.SGLANG.text_model)
@@ -35,7 +35,7 @@ def find_adapter(model: Any) -> TextModelAdapter:
     for known, adapter in list_text_models().items():
         if isinstance(model, known):
             return adapter
-    raise TypeError(f"{type(model).__name__} is not a text model that is known")
+    raise TypeError(f"{type(model).__name__} has no adapter in models/registry.py")
 
 
 def find_adapter_by_type(model_type: str) -> TextModelAdapter | None:

@@ -26,7 +26,9 @@ def is_repaired() -> bool:
     The operator must have requested these graphs. A newer SGLang may not need the fix.
     """
     is_tested = not compat.release.is_newer_than_tested()
-    return settings.current.prefill_graphs and is_tested and compat.captured_prefills.are_named()
+    return (
+        settings.current.prefill_graphs and is_tested and compat.captured_prefills.are_requested()
+    )
 
 
 @contextmanager
@@ -70,10 +72,10 @@ def open_exits(runner: Any, state: ModelState) -> None:
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
     state.exits_are_open = checked.agrees and differ is None
     if state.exits_are_open:
-        fact, level = f"open after segment {state.cut_layer + 1}", logging.INFO
+        fact, level = f"open after segment {state.cut_layer}", logging.INFO
     else:
         reason = differ or f"the check found {checked.worst}"
-        remedy = "--cuda-graph-backend-prefill=disabled shortens prefills"
+        remedy = "with --cuda-graph-backend-prefill=disabled prefills are cut"
         fact, level = f"closed: {reason}; {remedy}", logging.ERROR
     state.report.exits = fact
     log.log_once(f"Gemma 4 fast prefill: exits from captured prefills are {fact}", level)

@@ -68,8 +68,8 @@ class ExitForward:
     state: ModelState
     embed: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]  # ``embed_text`` of this model
     graph: Any
-    output: torch.Tensor  # [bucket, hidden], written by the graph, and on every path
-    #: SGLang's static batch, which the graph reads: the live one's tokens first, up to the bucket.
+    output: torch.Tensor  # [bucket, hidden], the graph's output, which both paths write
+    #: SGLang's static batch, which the graph reads: the live batch's tokens, padded to the bucket.
     #: Gemma 4 has added 1 to its positions, in place.
     batch: Any
     stock: Callable[[], torch.Tensor]  # replays the graph in full; returns ``output``

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need a checkpoint or a server."""
+"""Markers, order and scheduling of the tests, and their shared fixtures."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if os.environ.get("YOCO_TEST_GPU") != "1":
 # Tensors this small gain nothing from threads that wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Equality must hold wherever a row can be skipped, whether that pays or not. What users have who
-# set nothing is shown by unit/test_gate and server/test_defaults. Set whatever the developer has.
+# Answers must be equal wherever a row can be skipped, whether that pays or not. This overrides the
+# developer's environment; unit/test_gate and server/test_defaults test the default.
 os.environ["SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"] = "1"
 if os.environ.get("TRITON_INTERPRET") == "1":
-    # In the interpreter it takes as long as a test; test_any_backend_triton makes it by hand.
-    # But a release that was not tested runs only with it.
+    # In the interpreter the self-check takes as long as a test; test_any_backend_triton runs it
+    # explicitly. An untested release requires it.
     untested = os.environ.get("SGLANG_GEMMA4_YOCO_UNTESTED", "0")
     os.environ["SGLANG_GEMMA4_YOCO_SELF_CHECK"] = untested
 
@@ -65,8 +65,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(_folder(item))
 
 
-#: Of the files of servers, those that run last: they share servers that no other file uses, which
-#: would occupy memory, 2.7 GB each, while the other files start theirs.
+#: Files in server/ that run last. Their shared servers are used by no other file, and would occupy
+#: 2.7 GB each while the other files start theirs.
 LAST = (
     *("test_parallel.py", "test_served_metrics.py"),
     *("test_defaults.py", "test_captured_tail_server.py", "test_workload.py"),
@@ -80,10 +80,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze all objects so far: garbage is collected among those of the tests alone.
+    """Freeze all objects so far, and make ``gc.freeze`` and ``gc.unfreeze`` do nothing.
 
-    SGLang collects it whenever it captures graphs, which takes a second among the objects of all
-    its modules; and it freezes those itself, and unfreezes them.
+    SGLang collects garbage whenever it captures graphs, which takes a second if the objects of all
+    its modules are included. It also unfreezes objects.
     """
     gc.collect()
     gc.freeze()
@@ -91,9 +91,9 @@ def pytest_collection_finish() -> None:
         setattr(gc, name, lambda: None)
 
 
-# Of the other folders' files, those that use the servers of this one, or start some themselves.
+# Files outside server/ that use its shared servers, or start some themselves.
 USES_SERVERS = ("test_eval_quality.py", "test_bench_gpu.py")
-# Of the files here, those that start processes, and servers one by one, of their own.
+# Files in server/ that use no shared servers: they start processes and servers of their own.
 USES_NONE = (
     "test_broken_package.py",
     "test_doctor.py",
@@ -102,10 +102,10 @@ USES_NONE = (
 
 
 class FilesAndServers(LoadScopeScheduling):
-    """Scheduler whose unit of work is a file, or all files of servers together.
+    """Scheduler whose unit of work is a file, or all files that share servers.
 
-    A file's tests share what is expensive to set up. Those of servers share more than that: two
-    processes would each start the session's, and ten servers do not fit into 24 GiB.
+    The tests of a file share expensive setup. Two processes would each start the session's servers,
+    and ten servers do not fit into 24 GiB.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -116,7 +116,7 @@ class FilesAndServers(LoadScopeScheduling):
         return file
 
 
-@pytest.hookimpl(optionalhook=True)  # there is none when pytest-xdist is turned off
+@pytest.hookimpl(optionalhook=True)  # the hook exists only with pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndServers:
     """Return the scheduler that distributes the tests over the processes."""
     return FilesAndServers(config, log)
@@ -134,9 +134,9 @@ def _is_own(owner: Any) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_object_of_its_own_is_patched() -> Iterator[None]:
-    """Assert that the package patches SGLang's objects alone.
+    """Assert that the package patches only SGLang's objects.
 
-    On an object of its own that would hide who decides: it is made with another argument instead.
+    Patching its own objects would hide who decides; construct them with other arguments instead.
     """
     stock = patched.patched
 
@@ -145,7 +145,7 @@ def _no_object_of_its_own_is_patched() -> Iterator[None]:
         return stock(owner, **attributes)
 
     with pytest.MonkeyPatch.context() as changed:
-        for name, module in list(sys.modules.items()):  # those that come later import this one
+        for name, module in list(sys.modules.items()):  # later imports get the checked one
             if name.split(".")[0] == PACKAGE and vars(module).get("patched") is stock:
                 changed.setattr(module, "patched", checked)
         yield
@@ -153,7 +153,7 @@ def _no_object_of_its_own_is_patched() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small random Gemma 4 of 8 layers, the last 4 KV-shared, with a window of 32."""
+    """Return the path of a random Gemma 4: 8 layers, the last 4 KV-shared, a window of 32."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", E2B_TINY)
 
 
@@ -163,8 +163,8 @@ def servers(
 ) -> Iterator[tuple[Server, Server]]:
     """Yield two servers of one checkpoint: the fast path on (by default), and switched off.
 
-    SGLang checks them, and ends them if it finds something: its pools after every batch and when
-    nothing runs (the default), who owns which page, and whether logits are numbers.
+    SGLang's own checks end a server on an error: in its pools (after every batch and when idle, the
+    default), in the ownership of pages, or if logits are NaN.
     """
     checks: dict[str, str | None] = {
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",

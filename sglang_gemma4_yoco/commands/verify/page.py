@@ -55,7 +55,7 @@ def _format_figures(found: Mapping[str, Any]) -> str:
 
 def _make_notes(document: Mapping[str, Any]) -> list[str]:
     """Return sentences on disagreements, prompts not tried, and stock's agreement with itself."""
-    notes = [f"Too far from stock: {problem}" for problem in document["problems"]]
+    notes = [f"Problem: {problem}" for problem in document["problems"]]
     for kind, reason in document["left_out"].items():
         notes.append(f"Not tried: {kind}: {reason}")
     return [*notes, NOISE[document["stock_differs"]]]

@@ -112,7 +112,7 @@ class Server:
         while not self.is_healthy():
             if self.process.poll() is not None:
                 ended = f"{self.name} ended with status {self.process.returncode}, see its log"
-                tries = "Out of memory: try --in-turn. A gated model: try `hf auth login`."
+                tries = "If out of memory, try --in-turn; if gated, try `hf auth login`."
                 raise CommandError(f"{ended}. {tries}{quote_end(self.log_file)}")
             if time.monotonic() > deadline:
                 late = f"{self.name} was not ready after {timeout:.0f} s."
@@ -125,7 +125,7 @@ class Server:
         try:
             reply = self._http.request(method, self.url + path, json=body, timeout=self.TIMEOUT)
         except OSError as failure:
-            broken = f"{self.name} broke off: {failure!r}{quote_end(self.log_file)}"
+            broken = f"{self.name} stopped responding: {failure!r}{quote_end(self.log_file)}"
             raise CommandError(broken) from failure
         if not reply.ok:
             words = " ".join(reply.text.split())

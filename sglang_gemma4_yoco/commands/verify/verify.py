@@ -4,10 +4,10 @@ Serves one model twice with the unchanged ``python -m sglang.launch_server``: st
 (SGLANG_GEMMA4_YOCO=0) and fast (SGLANG_GEMMA4_YOCO=1). Both get the same prompts at temperature 0,
 first one at a time (each answer is printed as it arrives), then several at once. The time to first
 token is measured with new prompts. In each of these rounds the fast server must have cut prefills.
-Stock gets the prompts that were sent one at a time again, in identical batches: differences between
-these two runs of stock are not caused by the fast path. It also gets each prompt twice in a row, so
-that all but its last token is in the prefix cache. Flags after -- go to both servers. If they need
-an API key, put it into the variable SGLANG_API_KEY.
+Stock gets the one-at-a-time prompts a second time, in identical batches: differences between these
+two runs of stock are not caused by the fast path. It also gets each prompt twice in a row, so that
+all but its last token is in the prefix cache. Flags after -- go to both servers. If they need an
+API key, put it into the variable SGLANG_API_KEY.
 
 In float32 on a CPU all tokens must be equal, and all log-probabilities within 1e-3. Elsewhere, and
 if two runs of stock in identical batches differ by more than that, the log-probabilities of each
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     number: dict[str, Any] = {"type": parse_positive, "metavar": "N"}
     add("--model-path", required=True, metavar="M", help="a directory, or a name on Hugging Face")
-    add("--label", metavar="TEXT", help="its name in the report (default: as --model-path)")
+    add("--label", metavar="TEXT", help="the model's name in reports (default: its path)")
     lines = "your own prompts, one per line (default: bundled questions)"
     add("--prompts", type=Path, metavar="FILE", default=kinds.BUNDLED, help=lines)
     lengths = "lengths of the timed prompts (default: 128 512 2048)"
@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     memory = "on a CPU too, one server after the other, which needs half the memory"
     add("--in-turn", action="store_true", help=memory)
     add("--output", type=Path, metavar="DIR", help="for logs and reports (default: a new one here)")
-    add("flags", nargs="*", metavar="FLAG", help="SGLang's, for both servers, after --")
+    add("flags", nargs="*", metavar="FLAG", help="SGLang's flags for both servers, after --")
 
 
 def find_device(wanted: str) -> str:
@@ -127,7 +127,7 @@ def fit_prompts(
     chunk = settings.get("chunked_prefill_size") or -1
     length = chunk + chunk // 4
     if not 0 < length <= longest:
-        left_out[kinds.CHUNKS] = f"a chunk has {chunk}: try -- --chunked-prefill-size 1024"
+        left_out[kinds.CHUNKS] = f"a chunk has {chunk} tokens: try -- --chunked-prefill-size 1024"
         length = 0
     seen = server.get("/model_info").get("has_image_understanding") and tokenizer.chat_template
     if not seen:
@@ -312,7 +312,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         if f"{flag} ".startswith(_OWN_FLAGS):
             raise CommandError(
                 f"{flag}: verify has a --model-path and a --device of its own, and speaks http to "
-                "its servers: leave it out behind --"
+                "its servers: remove it after --"
             )
     args.texts = kinds.read_file(args.prompts)
     args.tokenizer = kinds.load_tokenizer(args.model_path)

@@ -23,7 +23,7 @@ _BLOCK = 256
 
 
 def _listed(numbers: torch.Tensor) -> list[int]:
-    """Read numbers of a batch on the host: the only such reads of extend and decode."""
+    """Return a batch's numbers, read on the host: the only such reads of extend and decode."""
     listed: list[int] = numbers.tolist()
     return listed
 
@@ -123,7 +123,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     ) -> LayerCache:
         """Write ``k`` and ``v``, and return the layer's cache."""
         if layer.is_cross_attention or layer.attn_type is not AttentionType.DECODER:
-            raise NotImplementedError(f"layer {layer.layer_id}: only causal self-attention")
+            raise NotImplementedError(f"layer {layer.layer_id}: only causal self-attention works")
         pool = self.token_to_kv_pool
         # Of the pool in use: a draft model's backend has the target's pool.
         mapping = getattr(pool, "layers_mapping", None)

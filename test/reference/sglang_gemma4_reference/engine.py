@@ -63,7 +63,7 @@ SWITCHED_OFF = Refusal("switched off for the span")
 
 def switched(value: str) -> AbstractContextManager[object]:
     """Turn the fast path on (``1``) or off (``0``) in the ``with`` block."""
-    # Whichever copy of the package is under test.
+    # Imported late, so that it is the copy of the package that is under test.
     from sglang_gemma4_yoco.core import state
 
     span = ExitStack()
@@ -145,9 +145,8 @@ class Engine:
             prompts: those that decode come last, as SGLang puts them.
             prefix: the switch while the cached tokens are computed: ``0`` for the stock forward,
                 ``1`` for the fast path.
-            slots: seed of the order in which slots are given out, in the window's pool another one
-                than in the full one: no slot has the same number in both. None for ascending order
-                in both.
+            slots: seed of the order in which slots are given out. It differs between the two pools,
+                so that no slot has the same number in both. None for ascending order in both.
         """
         self._must_be_last()
         fresh = [prompt for prompt in prompts if not prompt.decodes]
@@ -232,7 +231,9 @@ class Engine:
             if prompt.shares is None:
                 continue
             length = len(prompt.cached)
-            assert prompts[prompt.shares].cached[:length] == prompt.cached, "they begin otherwise"
+            assert prompts[prompt.shares].cached[:length] == prompt.cached, (
+                "the prompts' prefixes differ"
+            )
             donor = reqs[prompt.shares].kv.req_pool_idx
             table[req.kv.req_pool_idx, :length] = table[donor, :length]
 
@@ -320,7 +321,7 @@ class Engine:
 
 
 def _mix(batch: ScheduleBatch, running: ScheduleBatch, tokens: list[int]) -> None:
-    """Let the requests of ``running``, which has run its prefill, decode along after ``tokens``."""
+    """Add one decode step of ``running``, which has run its prefill, to ``batch``."""
     for req, token in zip(running.reqs, tokens, strict=True):
         req.output_ids.append(token)
     running.input_ids = torch.tensor(tokens, device=batch.device)

@@ -70,7 +70,9 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
         reuse_output_buffer: bool = False,
     ) -> None:
         if enable_memory_saver or reuse_output_buffer:
-            raise NotImplementedError("neither a memory saver nor one buffer for all outputs")
+            raise NotImplementedError(
+                "enable_memory_saver and reuse_output_buffer are not supported"
+            )
         self._device_module = cuda_graph_runner.device_module
         self._tp_group = get_parallel().tp_group
         self._graphs: dict[Any, RecordedGraph] = {}

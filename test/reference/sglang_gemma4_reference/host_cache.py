@@ -64,7 +64,7 @@ class Event(torch.cpu.Event):
     def query(self) -> bool:
         """Complete the event, and return True; SGLang calls this between two forwards.
 
-        No code waits for the layers that have their own slots but read another layer's.
+        No code waits for the copies of layers that read another layer's slots: they run here.
         """
         self.synchronize()
         return True
@@ -126,7 +126,7 @@ def install() -> None:
     from sglang.srt.mem_cache.pool_host import base, common, mha
 
     class LateLoads(l2_transfer.L2TransferEngine):
-        """Controller whose copies to the device are late; those to the host are immediate."""
+        """Transfer engine whose copies to the device are late; those to the host are immediate."""
 
         def __init__(self, io_backend: str) -> None:
             super().__init__(io_backend)

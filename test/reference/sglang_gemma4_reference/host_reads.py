@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 #: The result, or its shape, depends on values, for which the host waits.
 READING_OPERATIONS = {
-    aten._local_scalar_dense,  # item(), int(), bool(), a tensor as a slice's border or as a size
+    aten._local_scalar_dense,  # item(), int(), bool(), a tensor as a slice's bound or as a size
     aten.nonzero,
     aten.masked_select,
     aten.equal,
@@ -126,7 +126,7 @@ def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def refusing_waits(owner: Any, method: str) -> Iterator[None]:
     """Let CUDA refuse every wait of the host for the device inside this method, in the block."""
-    # Whichever copy of the package is under test.
+    # Imported late, so that it is the copy of the package that is under test.
     from sglang_gemma4_yoco.patched import patched
 
     stock = getattr(owner, method)

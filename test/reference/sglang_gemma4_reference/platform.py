@@ -78,7 +78,10 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return torch.profiler.ProfilerActivity.CPU
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Set defaults for a CPU and a reference, unless the operator has set the arguments."""
+        """Set defaults for a CPU and a reference.
+
+        ``sleep_on_idle``, and an attention backend not in ``FRONT_NAMES``, are always replaced.
+        """
         # SGLang has put its own default for a CPU here by now, which Gemma 4 does not accept.
         if server_args.attention_backend not in FRONT_NAMES:
             server_args.attention_backend = "triton"
@@ -128,12 +131,12 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.model_executor import model_runner
 
-        releases.take_graphs(captures)
+        releases.enable_graphs(captures)
         # On a CPU heads that tensor parallelism cannot split evenly are padded, for kernels
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
         invariance.keep_pytorch()
-        releases.take_host_cache()
+        releases.enable_host_cache()
         if roles.are_wanted():
             roles.install()
         logits_processor._is_cpu = True  # else the softcap is a kernel of Triton's

@@ -87,7 +87,8 @@ class Segment:
         """Run the segment on the current contents of its tensors.
 
         Raises:
-            FreedMemoryError: by the first segment of a prefill; nothing was run.
+            FreedMemoryError: memory that the prefill uses is no longer held; nothing was run. Only
+                the first segment of a prefill raises it.
         """
         recording = self._recording
         assert recording is not None

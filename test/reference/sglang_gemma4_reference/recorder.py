@@ -232,7 +232,7 @@ class RecordedGraph:
         """Run the graph on the current contents of its tensors.
 
         Raises:
-            FreedMemoryError: nothing was run.
+            FreedMemoryError: memory that it uses is no longer held; nothing was run.
         """
         self.begin()
         self.run()
@@ -243,7 +243,7 @@ class RecordedGraph:
         """Prepare a replay: overwrite the graph's memory from the one before.
 
         Raises:
-            FreedMemoryError: the graph must not be run.
+            FreedMemoryError: memory that it uses is no longer held.
         """
         self._must_be_held()
         replays.append(self)

@@ -30,7 +30,7 @@ def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
             setattr(module, name, replacement)
 
 
-def take_graphs(captures: Callable[[str], bool]) -> None:
+def enable_graphs(captures: Callable[[str], bool]) -> None:
     """Make SGLang's code for CUDA graphs run on a CPU.
 
     Args:
@@ -72,7 +72,7 @@ def _is_at_least(release: str) -> bool:
     return Version(version("sglang")) >= Version(release)
 
 
-def take_host_cache() -> None:
+def enable_host_cache() -> None:
     """Make SGLang's hierarchical cache run on a CPU; ``host_cache`` was tried with 0.5.23."""
     if _is_at_least("0.5.23"):
         from sglang_gemma4_reference import host_cache

@@ -1,7 +1,7 @@
 """Observer of prefills: how many rows each decoder layer of a Gemma 4 computes.
 
-With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward of a
-``Gemma4TextModel``, and every one that verifies drafts, appends one line to FILE::
+With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward of a model of
+``TEXT_MODELS``, and every one that verifies drafts, appends one line to FILE::
 
     {"mode": "EXTEND", "extend_lens": [50], "prefix_lens": [0], "rows": [50, 50, 1, 1],
      "first_layer": 0, "process": 4711, "ends_prompt": true, "logprob_starts": null,
@@ -47,12 +47,12 @@ class Prefill:
         rows: rows that the MLP of each of the process's layers computed.
         first_layer: the layer that ``rows`` begin with.
         process: id of the process that ran it.
-        ends_prompt: whether some request's prompt ends here; running requests that decode along
-            are not counted. Always true if SGLang has no such field (up to 0.5.22).
+        ends_prompt: whether some request's prompt ends here; running requests that decode in the
+            batch are not counted. Always true if SGLang has no such field (up to 0.5.22).
         logprob_starts: of every request the first new token whose log-probability is requested;
             None if no request of the batch requests any.
         captures: name of the mode in which hidden states are captured.
-        multimodal: whether some request has an image or sound.
+        multimodal: whether some request has media.
         replays: the number of replayed graphs.
     """
 
@@ -99,7 +99,7 @@ def _integers(lens: Iterable[Any] | None) -> list[int]:
 
 
 def observe(model: Any, file: str) -> None:
-    """Append a JSON line to ``file`` after each prefill of ``model``, a ``Gemma4TextModel``.
+    """Append a JSON line to ``file`` after each prefill of ``model``, one of ``TEXT_MODELS``.
 
     Synthetic requests are left out.
     """

@@ -111,7 +111,7 @@ def build_chain(
     The attention of this platform always uses a chain's mask, so it is not written.
     """
     if topk != 1:
-        raise NotImplementedError(f"only chains of drafts, not topk={topk}")
+        raise NotImplementedError(f"only chains of drafts: --speculative-eagle-topk 1, not {topk}")
     depth = torch.arange(num_verify_tokens)
     positions.copy_((seq_lens[:, None] + depth).flatten())
     retrieve_index.copy_(torch.arange(retrieve_index.numel()).view_as(retrieve_index))

@@ -56,7 +56,7 @@ def slow_prefills(file: Path, seconds: float) -> Iterator[None]:
 
 
 def slow_down(model: Any, file: Path) -> None:
-    """Make prefill forwards of ``model``, a ``Gemma4TextModel``, wait as FILE.pause specifies."""
+    """Make prefill forwards of ``model``, a text model, wait as FILE.pause specifies."""
     pause = _pause_file(file)
 
     def wait(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def inject(model: Any, file: Path) -> None:
 
 
 def load() -> None:
-    """Prepare every ``Gemma4TextModel`` that this process builds, if the variable names a file.
+    """Prepare each model of ``TEXT_MODELS`` that this process builds, if the variable names a file.
 
     The entry point ``gemma4_tail_failures`` of SGLang's general plugins.
     """

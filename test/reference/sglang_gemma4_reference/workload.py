@@ -125,7 +125,7 @@ class Answer:
         return bool(self.outputs and self.outputs[0].tokens)
 
 
-def broke_off(request: Request, answer: Answer) -> bool:
+def has_failed(request: Request, answer: Answer) -> bool:
     """Return True if a request that nobody interrupted has no whole answer."""
     return answer.error is not None or (answer.aborted and not request.interrupted)
 
@@ -349,7 +349,7 @@ def outcomes(prefills: Iterable[Prefill]) -> Counter[str]:
 def read_rows(prefill: Prefill) -> int:
     """Return the number of rows of a forward that are read, by the fields of the scheduler's batch.
 
-    In a forward in which no prompt ends it is 0, unless a running request decodes along (one row),
+    In a forward in which no prompt ends it is 0, unless a running request decodes in it (one row),
     or hidden states or log-probabilities of the prompt are requested.
     """
     lens = prefill.extend_lens
@@ -378,7 +378,7 @@ def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
 
 
 def held_tokens(client: Client) -> int:
-    """Return the slots that are neither free nor in the prefix cache, with no request left.
+    """Return the number of slots neither free nor in the prefix cache, once no request is left.
 
     Raises:
         TimeoutError: some requests are still running or waiting.
@@ -442,7 +442,7 @@ def compare(
     return result
 
 
-def tokens_before_parting(one: Sequence[T], other: Sequence[T]) -> int:
+def common_prefix_length(one: Sequence[T], other: Sequence[T]) -> int:
     """Return the length of two answers' common prefix, in tokens."""
     same = 0
     for mine, yours in zip(one, other, strict=False):
@@ -470,7 +470,7 @@ def _compare(
     result: Comparison,
 ) -> None:
     for answer, server in ((stock, "stock"), (tested, "tested")):
-        if broke_off(request, answer):
+        if has_failed(request, answer):
             raise _DifferentError(f"no answer from the {server} server: {answer.error}")
     result.answered += not tested.aborted
     result.aborted += tested.aborted
@@ -493,7 +493,7 @@ def _compare_greedy(
     likeliest: Likeliest,
     result: Comparison,
 ) -> None:
-    same = tokens_before_parting(stock.tokens, tested.tokens)
+    same = common_prefix_length(stock.tokens, tested.tokens)
     if same < min(len(stock.tokens), len(tested.tokens)):
         result.close_calls += 1
         if not stock.positions:

@@ -1,4 +1,4 @@
-"""Work of the host that a cut prefill adds, and the donor's kernels, which are compiled at start.
+"""Host work that a cut prefill adds, and the donor's kernels, which are compiled at start.
 
 What the host reads, opens and launches in a forward: ``triton/test_planning`` and ``rehearsal/``.
 """
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
 def test_a_cut_prefill_enters_few_functions_of_the_package(engine: Engine) -> None:
-    """Its planning included, which calls the gate once; lambdas and generators are functions."""
+    """Planning is included, and checks eligibility once; lambdas and generators count too."""
     scheduled = engine.schedule(TWO_PROMPTS)
     assert_fast(engine)  # the first one is logged
     package, entered = Path(settings.__file__).parent, Counter[CodeType]()
@@ -57,7 +57,7 @@ def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
     assert_fast(engine)
 
 
-def test_kernels_that_cannot_be_compiled_are_no_servers_end(
+def test_kernels_that_cannot_be_compiled_do_not_end_a_server(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def impossible(*_: Any) -> None:

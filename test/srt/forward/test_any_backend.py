@@ -1,4 +1,4 @@
-"""Starts of a tail with a backend of its own, on a server whose backend no tail may run on.
+"""Starts on servers whose attention backend cannot run a tail, which gets its own backend.
 
 Here both compute in PyTorch; ``triton/test_any_backend_triton`` has forwards whose tail runs on
 SGLang's Triton.
@@ -54,8 +54,8 @@ def no_tail_on_main() -> Iterator[None]:
 
 
 @contextmanager
-def begun_anew(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
-    """Build the attention backends again, and undo the test's patches."""
+def rebuilt_afterwards(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
+    """Undo the test's patches and rebuild the attention backends after the ``with`` block."""
     with pytest.MonkeyPatch.context() as changed:
         yield changed
     engine.runner.init_attention_backends()
@@ -64,7 +64,7 @@ def begun_anew(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
 
 def test_the_captured_tail(engine: Engine) -> None:
     if type(engine.runner.attn_backend) is not FrontBackend:
-        pytest.skip("one server's decode steps are captured here, the hybrid's on servers")
+        pytest.skip("the hybrid's decode steps are captured in the tests of server/")
     record_tail(engine, 2)
     try:
         for prompts in (batch_of((0, 70)), batch_of((64, 9), (100, 41))):
@@ -83,11 +83,11 @@ def out_of_memory(_: Any) -> Any:
 
 
 @pytest.mark.parametrize("build", [out_of_memory, FrontBackend])
-def test_without_a_backend_of_its_own_the_tail_runs_on_none(
+def test_no_tail_runs_without_a_suitable_backend(
     engine: Engine, build: Callable[[Any], Any]
 ) -> None:
-    """The tail runs on none if neither could be built, or the registered one suits no tail."""
-    with begun_anew(engine) as broken:
+    """No tail runs if its backend cannot be built, or if the registered one cannot run a tail."""
+    with rebuilt_afterwards(engine) as broken:
         broken.setitem(ATTENTION_BACKENDS, "triton", build)
         if type(engine.runner.attn_backend) is HybridAttnBackend:
             broken.setattr(compat.attention, "build_backend", build)
@@ -111,7 +111,7 @@ TAILLESS = (backends.TRTLLM, backends.FA, backends.XPU)
 
 
 @pytest.mark.parametrize("kind", [FrontBackend, *map(named, TAILLESS)])
-def test_the_published_helper_looks_at_the_current_backend(engine: Engine, kind: type) -> None:
+def test_the_prs_helper_looks_at_the_current_backend(engine: Engine, kind: type) -> None:
     """The batch that it cuts is planned on the current backend."""
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     for backend, eligible in (
@@ -126,9 +126,7 @@ def test_the_published_helper_looks_at_the_current_backend(engine: Engine, kind:
 # ---------------------------------------------------------------- refused servers
 
 
-def test_pools_that_are_laid_out_by_heads(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pools_in_hnd_layout(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     engine = started(tiny_checkpoint, page_size=64)
     reason = "K and V are not stored slot by slot, but in 4 dimensions"

@@ -41,10 +41,10 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 @pytest.mark.parametrize("name", BATCHES)
 def test_what_is_right_agrees(engine: Engine, name: str) -> None:
     assert_audited(engine, BATCHES[name], FIRST_CUT)
-    assert 0 < counters.served.audits.worst < 0.5  # of what is rounding
+    assert 0 < counters.served.audits.worst < 0.5  # half of the tolerance
 
 
-def test_one_of_so_many_that_are_cut(engine: Engine) -> None:
+def test_one_of_n_cut_prefills_is_audited(engine: Engine) -> None:
     audits = []
     with audited(engine, every=3):
         for switch in "1101111":
@@ -56,7 +56,7 @@ def test_one_of_so_many_that_are_cut(engine: Engine) -> None:
 
 @MARKS_CHUNKS
 def test_both_chunks_of_steady_prompts_are_audited(engine: Engine) -> None:
-    """Both are, though every fourth forward is a second chunk."""
+    """Every fourth forward is a second chunk, yet first chunks are audited too."""
     prompts, seen = batch_of((0, 40), to_come=tuple(range(50, 71))), Counter[tuple[int, ...]]()
     with audited(engine, every=4):
         for _ in range(9):
@@ -75,7 +75,7 @@ def test_both_chunks_of_steady_prompts_are_audited(engine: Engine) -> None:
 
 
 @MARKS_CHUNKS
-def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> None:
+def test_keys_and_values_of_an_intermediate_chunk_are_compared(engine: Engine) -> None:
     scheduled = engine.schedule(TWO_PROMPTS)
     with audited(engine), pytest.MonkeyPatch.context() as broken, switched("1"):
         engine.forward(scheduled, intermediate=True)
@@ -184,7 +184,7 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
 # ---------------------------------------------------------------- failures
 
 
-def test_an_audit_that_fails_on_and_on_leaves_keys_and_values(
+def test_an_audit_that_fails_twice_keeps_keys_and_values(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K and V are complete after running out of memory for their copy, and for the comparison."""
@@ -254,7 +254,7 @@ def test_a_forward_that_compares_itself(engine: Engine) -> None:
 # ---------------------------------------------------------------- settings and figures
 
 
-def test_none_where_tables_are_rewritten_meanwhile(
+def test_no_audits_where_tables_are_rewritten_meanwhile(
     engine: Engine, setting: Callable[..., None], said: Callable[..., list[str]]
 ) -> None:
     """An audit plans attention again within the forward; SGLang may write to its tables then."""

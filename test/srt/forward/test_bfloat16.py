@@ -3,9 +3,9 @@
 Stock and fast round the same sums in another order, so they are close and not equal. What must be
 exact are the rows and the cache: K and V of a row depend on no other row's rounding.
 
-On two models: a well-conditioned one, and one whose rounding errors multiply as those of a trained
-one may, so that stock rounding otherwise is the measure (``rounding``). That what each layer adds
-is as close as rounding allows, ``test_checked_models`` has: the self-check compares it.
+Two models: a well-conditioned one, and one that amplifies rounding errors as a trained one may, so
+that it is measured against stock with perturbed rounding (``rounding``). ``test_checked_models``
+tests that each layer's output is as close as rounding allows: the self-check compares it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def all_answers(engine: Engine, switch: str, rounding: int | None = None) -> tor
 
 @pytest.fixture(scope="module")
 def rounded(engine: Engine) -> list[torch.Tensor]:
-    """Return four answers of stock with perturbed rounding."""
+    """Return stock's answers to all prompts, under four perturbations of its rounding."""
     found: list[torch.Tensor] = []
     for rounding in range(4):
         found.append(all_answers(engine, "0", rounding))
@@ -118,7 +118,7 @@ def test_answers(engine: Engine, oracle: Any, model: str, rounded: list[torch.Te
         fast.append(answers(other))
         want += [truth.logprobs(oracle, prompt.cached + prompt.new) for prompt in prompts]
     by_stock, by_fast = torch.cat(stock), torch.cat(fast)
-    # A sharp model in bf16 is another model than in fp32, by as much as prompts differ.
+    # In bf16 a sharp model's answers are as far from fp32's as those of two prompts are apart.
     limit = {"at_most": 1.0}
     if model == "mild":
         limit = {}

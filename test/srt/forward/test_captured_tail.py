@@ -78,7 +78,7 @@ def tail(engine: Engine) -> TailGraphs:
 
 
 @pytest.fixture
-def known(engine: Engine) -> Iterator[ModelState]:
+def eager_state(engine: Engine) -> Iterator[ModelState]:
     """Yield the engine's model state; the tail is eager before and after the test."""
     state = get_state(engine.text_model)
     lifecycle.drop_tail(state, lifecycle.NOT_YET)
@@ -123,21 +123,21 @@ def rows_swapped_in_graphs(static_input: str) -> Iterator[None]:
     "static_input", ["rows", "positions", "requests", "lengths", "embeds", "embedded"]
 )
 def test_a_graph_that_takes_a_row_for_another_is_not_used(
-    engine: Engine, known: ModelState, said: Callable[..., list[str]], static_input: str
+    engine: Engine, eager_state: ModelState, said: Callable[..., list[str]], static_input: str
 ) -> None:
     """With several prompts, a user would get an answer to another prompt, or at another length."""
     with rows_swapped_in_graphs(static_input), pytest.raises(AssertionError):
         record_tail(engine, MOST)  # which needs graphs for these row counts
-    assert isinstance(known.captured, TailGraphs)
-    assert known.captured.rows == (1,)  # without swapped rows
+    assert isinstance(eager_state.captured, TailGraphs)
+    assert eager_state.captured.rows == (1,)  # without swapped rows
     for rows, line in zip((2, 4), said(logging.ERROR), strict=True):
         assert f"the tail captured for {rows} rows differs" in line
     assert_fast(engine, TWO_PROMPTS)
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["this rank's", "another rank's"])
-def test_one_graph_that_rounds_otherwise(
-    engine: Engine, known: ModelState, said: Callable[..., list[str]], is_own: bool
+def test_one_graph_that_rounds_differently(
+    engine: Engine, eager_state: ModelState, said: Callable[..., list[str]], is_own: bool
 ) -> None:
     """The next larger graph is replayed instead, and was compared with as much padding."""
     stock, compared = tail_graphs.compare_graph, dict[int, tuple[int, ...]]()
@@ -220,20 +220,22 @@ def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Pr
 # ---------------------------------------------------------------- host work and memory
 
 
-def test_its_graphs_have_a_memory_pool_of_their_own(engine: Engine, known: ModelState) -> None:
+def test_its_graphs_have_a_memory_pool_of_their_own(
+    engine: Engine, eager_state: ModelState
+) -> None:
     """In SGLang's pool, memory that is free while one of its graphs is captured may be in use."""
     with recorded_decode_steps(engine) as decode_steps:
-        assert isinstance(known.captured, TailGraphs)
-        ours = known.captured.captured
+        assert isinstance(eager_state.captured, TailGraphs)
+        ours = eager_state.captured.captured
         assert ours is not decode_steps.backend
         assert ours._pool is not decode_steps.backend._pool
 
 
 @pytest.fixture
-def buffers(engine: Engine, known: ModelState) -> Iterator[Callable[[], list[str]]]:
+def buffers(engine: Engine, eager_state: ModelState) -> Iterator[Callable[[], list[str]]]:
     """Yield a function that names the buffers that the tail's backend has allocated and planned.
 
-    As backends do that plan; the CPU's own does neither.
+    It allocates and plans as GPU backends do; the CPU's does neither.
     """
     planner = attention_of(engine).tail
     stock = planner.init_forward_metadata_out_graph
@@ -259,25 +261,25 @@ def buffers(engine: Engine, known: ModelState) -> Iterator[Callable[[], list[str
         yield left
 
 
-@pytest.mark.parametrize("anew", [False, True], ids=["dropped", "backends are built anew"])
-def test_nothing_is_held_of_a_tail_that_is_let_go(
-    engine: Engine, buffers: Callable[[], list[str]], anew: bool
+@pytest.mark.parametrize("rebuilt", [False, True], ids=["dropped", "backends are rebuilt"])
+def test_nothing_is_held_of_a_tail_that_is_dropped(
+    engine: Engine, buffers: Callable[[], list[str]], rebuilt: bool
 ) -> None:
     """All memory is released at once: Python's cyclic GC does not track GPU memory."""
-    known = get_state(engine.text_model)
+    eager_state = get_state(engine.text_model)
     held = [weakref.ref(record_tail(engine, MOST))]
-    assert isinstance(known.captured, TailGraphs)
+    assert isinstance(eager_state.captured, TailGraphs)
     assert buffers() == ["cuda_graph_kv_indices"]
-    batches = [bucket._batch for bucket in known.captured.buckets.values()]
+    batches = [bucket._batch for bucket in eager_state.captured.buckets.values()]
     assert [getattr(batch, "residual_stream", None) for batch in batches] == [None] * 3
     assert_replayed(engine, TWO_PROMPTS)
     gc.collect()
     gc.disable()
     try:
-        if anew:
+        if rebuilt:
             engine.runner.init_attention_backends()
         else:
-            lifecycle.drop_tail(known, lifecycle.NOT_YET)
+            lifecycle.drop_tail(eager_state, lifecycle.NOT_YET)
         assert [one() for one in held] == [None]
     finally:
         gc.enable()
@@ -288,11 +290,11 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     ("fails", "why", "errors"),
     [
         ("capture", "capturing failed: InjectedError", 1),
-        ("a proof", tail_graphs.DIFFERS, 3),
+        ("a comparison", tail_graphs.DIFFERS, 3),
         ("captured: None", ranks.NOT_ALIKE, 0),
         ("replayed: (1, 2, 4), None", ranks.NOT_ALIKE, 0),
     ],
-    ids=["capture", "a proof", "another rank's memory", "another rank's proof"],
+    ids=["capture", "a comparison", "another rank's memory", "another rank's comparison"],
 )
 def test_nothing_is_held_of_a_tail_that_is_not_used(
     engine: Engine,
@@ -312,7 +314,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
     with monkeypatch.context() as broken:
         if fails == "capture":
             broken.setattr(Bucket, "_run", mock.Mock(side_effect=InjectedError))
-        elif fails == "a proof":
+        elif fails == "a comparison":
             broken.setattr(tail_graphs, "compare_graph", defect)
         else:
             broken.setattr(ranks, "find_difference", disagreement)
@@ -320,14 +322,14 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
             record_tail(engine, MOST)
     # All graphs are compared, since other ranks, which may find nothing, run the same layers.
     assert defect.call_count in (0, 3)
-    known = get_state(engine.text_model)
-    assert (known.captured, why_eager(engine)) == (None, why)
+    eager_state = get_state(engine.text_model)
+    assert (eager_state.captured, why_eager(engine)) == (None, why)
     assert len(said(logging.ERROR)) == errors
     assert buffers() == []
     assert_fast(engine, TWO_PROMPTS)
 
 
-def test_norms_that_add_in_place(engine: Engine, known: ModelState) -> None:
+def test_norms_that_add_in_place(engine: Engine, eager_state: ModelState) -> None:
     """Their CUDA kernel does so: the layers must add into a copy of the static rows.
 
     A graph is compared with the same inputs twice, and would find them changed.
@@ -339,7 +341,7 @@ def test_norms_that_add_in_place(engine: Engine, known: ModelState) -> None:
 
 
 def test_no_mask_for_drafts_is_allocated(
-    engine: Engine, known: ModelState, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, eager_state: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang allocates one for draft verification, whose size depends on the context length."""
     tail, seen = attention_of(engine).tail, list[int | None]()
@@ -359,7 +361,7 @@ def test_no_mask_for_drafts_is_allocated(
     assert verify_mask.maybe_create_verify_mask(**sizes, **runner) is None
 
 
-def test_captured_in_inference_mode(engine: Engine, known: ModelState) -> None:
+def test_captured_in_inference_mode(engine: Engine, eager_state: ModelState) -> None:
     """SGLang captures in inference mode after a weight update; its forwards may run without it."""
     with torch.inference_mode():
         record_tail(engine, MOST)
@@ -368,7 +370,7 @@ def test_captured_in_inference_mode(engine: Engine, known: ModelState) -> None:
 
 @pytest.mark.parametrize("collects", [False, True])
 def test_garbage_is_not_collected_during_a_capture(
-    engine: Engine, known: ModelState, monkeypatch: pytest.MonkeyPatch, collects: bool
+    engine: Engine, eager_state: ModelState, monkeypatch: pytest.MonkeyPatch, collects: bool
 ) -> None:
     """SGLang's own captures disable the collector too, unless --enable-cudagraph-gc is set."""
     frozen, seen, stock = [False], list[bool](), Bucket._run
@@ -392,7 +394,7 @@ def test_garbage_is_not_collected_during_a_capture(
 )
 def test_rows_that_are_captured(
     engine: Engine,
-    known: ModelState,
+    eager_state: ModelState,
     monkeypatch: pytest.MonkeyPatch,
     setting: Callable[..., None],
     wanted: int | None,
@@ -406,8 +408,8 @@ def test_rows_that_are_captured(
         other.setattr(engine.runner, "req_to_token_pool", pool)
         other.setattr(tail_graphs, "check_graphs", lambda *_: None)
         with recorded_decode_steps(engine):
-            assert isinstance(known.captured, TailGraphs), why_eager(engine)
-            assert known.captured.rows == rows
+            assert isinstance(eager_state.captured, TailGraphs), why_eager(engine)
+            assert eager_state.captured.rows == rows
 
 
 # ---------------------------------------------------------------- inputs of a graph
@@ -426,11 +428,13 @@ def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> No
         assert len(graph.undeclared(without_rows, planned)) == 1
 
 
-# ---------------------------------------------------------------- proofs
+# ---------------------------------------------------------------- comparisons
 
 
-def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: TailGraphs) -> None:
-    engine.schedule(TWO_PROMPTS)  # overwrites what proofs write, which is the same each time
+def test_a_comparison_leaves_tables_and_caches_as_they_were(
+    engine: Engine, tail: TailGraphs
+) -> None:
+    engine.schedule(TWO_PROMPTS)  # overwrites what comparisons write, which is the same each time
     with tensors_unchanged(engine):
         assert tail_graphs.check_graphs(tail, engine.runner) is None
 
@@ -439,9 +443,9 @@ def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: Tai
 
 
 def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
-    engine: Engine, known: ModelState
+    engine: Engine, eager_state: ModelState
 ) -> None:
-    """The other ranks have captured theirs, and wait in its collectives for this one."""
+    """The other ranks have captured theirs, and wait for this one in collectives."""
     with (
         mock.patch.object(Bucket, "_run", side_effect=InjectedError),
         mock.patch.object(compat.server, "is_single_rank", return_value=False),
@@ -449,7 +453,7 @@ def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
     ):
         record_tail(engine, MOST)
     engine.runner.decode_cuda_graph_runner = None  # SGLang's own graphs were there by then
-    assert known.captured is None
+    assert eager_state.captured is None
     assert_fast(engine, TWO_PROMPTS)
 
 
@@ -465,8 +469,8 @@ def reason(engine: Engine) -> str:
 
 
 @pytest.fixture
-def can_be_captured(known: ModelState) -> Iterator[None]:
-    """Let SGLang capture decode steps, and the tail be capturable but for the test's reason."""
+def can_be_captured(eager_state: ModelState) -> Iterator[None]:
+    """Pretend that decode steps are captured: only the test's reason keeps the tail eager."""
     with mock.patch.object(compat.decode_graphs, "get_captured_steps", return_value=mock.Mock()):
         yield
 
@@ -522,20 +526,20 @@ class TestReasons:
         monkeypatch.setenv("SGLANG_ENABLE_GRAPH_POOL_BORROW", "1")
         assert reason(engine).startswith("SGLANG_ENABLE_GRAPH_POOL_BORROW: ")
 
-    def test_little_memory(self, known: ModelState, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_little_memory(self, eager_state: ModelState, monkeypatch: pytest.MonkeyPatch) -> None:
         """A capture that fails ends a server of several ranks, which wait for each other."""
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900 << 20, 80 << 30))
-        why = lifecycle.find_eager_reason(SimpleNamespace(device="cuda"), known)
+        why = lifecycle.find_eager_reason(SimpleNamespace(device="cuda"), eager_state)
         assert why == "less than 1024 MiB of the GPU are free"
 
-    def test_what_is_known_of_the_server(self, engine: Engine, known: ModelState) -> None:
-        with patched(known.attention, decodes=False):
+    def test_what_is_known_of_the_server(self, engine: Engine, eager_state: ModelState) -> None:
+        with patched(eager_state.attention, decodes=False):
             assert reason(engine) == lifecycle.NOT_DECODING
-        with patched(known, splits_per_layer_inputs=False):
+        with patched(eager_state, splits_per_layer_inputs=False):
             assert reason(engine) == lifecycle.QUANTISED
 
-    @pytest.mark.usefixtures("known")
+    @pytest.mark.usefixtures("eager_state")
     @pytest.mark.parametrize("part", ["", ".full_kv_pool", ".swa_kv_pool"])
     def test_prefixes_that_are_loaded_while_layers_run(self, engine: Engine, part: str) -> None:
         """No server argument tells that layers' prefixes may be loaded while others run."""

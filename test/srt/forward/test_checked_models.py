@@ -1,6 +1,6 @@
-"""The self-check, proofs and audits on three kinds of models: all defects, no false alarm.
+"""Self-check, graph comparisons and audits on three models: all defects, no false alarms.
 
-``scripts/bench/bench_checks.py`` has hundreds.
+``scripts/bench/bench_checks.py`` runs hundreds of models.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def captured(
         yield engine
 
 
-ENOUGH = 4  # every breakage's error is this multiple of its bound
+ENOUGH = 4  # every breakage's error exceeds this multiple of its bound
 
 
 def tail_of(engine: Engine) -> TailGraphs:
@@ -79,8 +79,8 @@ def test_what_is_right_agrees(captured: Engine) -> None:
     assert get_state(captured.text_model).unsupported is None
 
 
-def ways_without_place(engine: Engine) -> set[str]:
-    """Return the breakages that do not apply to this model: of its donor's window, without one."""
+def inapplicable_breakages(engine: Engine) -> set[str]:
+    """Return the breakages that do not apply: of the donor's window, if it has none."""
     donor = get_state(engine.text_model).tail_layers[0].self_attn.attn
     if compat.attention.count_keys_in_window(donor) > 0:
         return set()
@@ -97,7 +97,7 @@ def test_what_is_broken_is_found(captured: Engine) -> None:
                     worst = rounding.find_worst(both.findings())
                     missed += [(way, str(worst))] if worst.excess <= ENOUGH else []
         assert missed == []
-        assert BREAKAGES.keys() - applied == ways_without_place(captured)
+        assert BREAKAGES.keys() - applied == inapplicable_breakages(captured)
         assert rounding.find_worst(both.findings()).is_rounding
 
 
@@ -164,8 +164,8 @@ def test_audits_of_random_traffic(captured: Engine) -> None:
     assert_untouched(captured)
 
 
-def test_rows_that_round_otherwise(captured: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's kernels for few rows round so. SGLang's logits are computed from them in fp32."""
+def test_rows_that_round_differently(captured: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU kernels for few rows round like this. SGLang computes logits from these rows in fp32."""
     stock, draw = cut.run_prefill, torch.Generator().manual_seed(0)
 
     def prefill(state: Any, plan: Any, *args: Any) -> Any:
@@ -182,7 +182,7 @@ def test_rows_that_round_otherwise(captured: Engine, monkeypatch: pytest.MonkeyP
         for batch in BATCHES.values():
             scheduled = captured.schedule(batch)
             captured.forward(scheduled)
-            # Nor do they hide defects.
+            # The perturbation hides no defects either.
             with BREAKAGES["scattered one row off"](get_state(captured.text_model)):
                 captured.forward(scheduled)
     assert counts() == (2, 2)
@@ -208,7 +208,7 @@ def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
         reset_log()
         with audited(captured), switched("1"), BREAKAGES[way](state) as applies:
             if not applies:
-                assert way in ways_without_place(captured)
+                assert way in inapplicable_breakages(captured)
                 continue
             output = captured.forward(scheduled, intermediate=batch == CHUNK)
         assert counts() == (0, 1), way

@@ -1,6 +1,6 @@
-"""Third-party code on the path of rows: it refuses the server, by name, unless it is trusted.
+"""Third-party code that sees rows: the server runs as stock and names it, unless trusted.
 
-On SGLang's ModelRunner, whose attention backends are built anew: then a server decides.
+On SGLang's ModelRunner: building its attention backends judges the server again.
 ``server/test_foreign_code`` has what users see of it.
 """
 
@@ -257,7 +257,7 @@ def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_foreign_code_refuses_a_server(
+def test_third_party_code_makes_a_server_stock(
     engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None], name: str
 ) -> None:
     """The reason has place, module and name, and the setting that accepts the code."""
@@ -299,7 +299,7 @@ def test_names_that_are_trusted(
     assert reason.partition(" which")[0] == refused
 
 
-def test_all_that_is_foreign_is_said_at_once(
+def test_all_third_party_code_is_named_at_once(
     engine: Engine, judged: Callable[[], str | None]
 ) -> None:
     """One start of the server names all of them."""
@@ -312,8 +312,10 @@ def test_all_that_is_foreign_is_said_at_once(
 def test_what_is_trusted_vouches_for_nothing_else(
     engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
 ) -> None:
-    """Another plugin's wrapper around their method or inside their wrapper, and the other
-    functions of a trusted class's module still refuse a server.
+    """Trust covers no other code.
+
+    Another plugin's wrapper around their method or inside their wrapper, and other functions of a
+    trusted class's module, still make the server run as stock.
     """
     setting(trust=(__name__,))
     calls = mock.Mock(wraps=MyNorm.forward_native)
@@ -343,7 +345,7 @@ def test_a_forward_that_is_not_ours_any_more(
 def test_what_cannot_be_judged(
     engine: Engine, judged: Callable[[], str | None], said: Callable[..., list[str]]
 ) -> None:
-    """An object that raises when it is inspected refuses the server, and does not end it."""
+    """An object that raises when it is inspected makes the server run as stock, and not end."""
 
     def refuse(_: object) -> None:
         raise RuntimeError("not here")
@@ -359,7 +361,7 @@ def test_what_cannot_be_judged(
 
 
 def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> None:
-    """Hooks in the vision tower, and wrappers of loading and starting a model, refuse nothing."""
+    """Hooks in the vision tower and wrappers of loading or starting a model are accepted."""
     outer = type(engine.runner.model)
     with ExitStack() as stack:
         for name in ("__init__", "load_weights", "get_image_feature"):
@@ -367,7 +369,7 @@ def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> 
         tower = engine.runner.model.vision_tower
         stack.enter_context(tower.register_forward_hook(seen))
         stack.enter_context(assigned(type(engine.runner), "forward", wrapped))
-        norm = engine.text_model.norm  # and what is no hook, but has a name like theirs
+        norm = engine.text_model.norm  # no hook, but named like one
         stack.enter_context(patched(norm, add_forward_hooks=norm.register_forward_hook))
         assert judged() is None
         assert_fast(engine)

@@ -1,7 +1,6 @@
 """The donor, layer S-1, and the inputs of the cut: on SGLang's own layers, weights and streams.
 
-Each refusal is brought about on the real engine, and the rows show what became of the cut. Where a
-wrong yes would only cost accuracy, that it would is shown as well.
+Each refusal is provoked on the real engine, and the rows show whether the batch was cut.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def _store(store: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Non
     return change
 
 
-# Each leaves all but one of the conditions as they are.
+# Each violates exactly one of the conditions.
 NOT_PLAIN: dict[str, Callable[[Any], None]] = {
     "a method derived from the plain one": _give(quant_method=Doubled()),
     "no method": _give(quant_method=None),
@@ -116,7 +115,7 @@ def test_per_layer_inputs_whose_weights_are_not_plain(
     prompts = BATCHES[name]
     doubled(engine.text_model.per_layer_model_projection)
     assert not per_layer.can_be_split(engine.text_model)
-    engine.runner.init_attention_backends()  # when a server starts, its weights are what they are
+    engine.runner.init_attention_backends()  # weights are judged at start
     total = new_rows(prompts)
     assert_fast(engine, prompts, projected=[(total, LAYERS)])
 
@@ -132,7 +131,7 @@ class AnotherAttention(Gemma4Attention):
     """Attention class as another kind of model would derive it."""
 
 
-def test_a_donor_of_another_kind_refuses_the_server(
+def test_a_donor_of_another_kind_makes_the_server_stock(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = donor_layer(engine)
@@ -152,8 +151,10 @@ def test_a_donor_of_another_kind_refuses_the_server(
 
 
 def assert_refused_late(engine: Engine, reason: str) -> None:
-    """Assert that the forward stops at the cut and is run again as stock, and that the path
-    is then off, and no later forward runs twice."""
+    """Assert that the forward stops at the cut, and is run again as stock.
+
+    The fast path is then off, and no later forward runs twice.
+    """
     scheduled = engine.schedule(BATCHES["three, two of them cached"])
     stock = run(engine, scheduled, "0")
     reset_log()
@@ -175,15 +176,15 @@ def adding(call: Any, rows: torch.Tensor, *_: Any) -> Any:
 
 
 def twice(call: Any, rows: torch.Tensor, *others: Any) -> Any:
-    """Call the norm twice: the second time its rows are the answer, where no tail begins."""
+    """Call the norm twice: the model returns the second call's rows, so no tail can begin."""
     if not others:
         call(rows)
     return call(rows, *others)
 
 
-@pytest.mark.parametrize("otherwise", [adding, twice])
-def test_a_norm_that_is_called_otherwise(engine: Engine, otherwise: Callable[..., Any]) -> None:
-    with norm_called(engine, otherwise):
+@pytest.mark.parametrize("call", [adding, twice])
+def test_a_norm_that_is_called_differently(engine: Engine, call: Callable[..., Any]) -> None:
+    with norm_called(engine, call):
         assert_refused_late(engine, core_model.OTHER_END)
 
 

@@ -1,7 +1,7 @@
 """Captured prefills of SGLang's that end at the exit of layer S-1, on the ModelRunner.
 
 SGLang's own runner, backend and breaks capture and replay (``prefill_graphs``), repaired by the
-package. At the exit everything in the graph's memory is spoiled that may not be read there.
+package. At the exit, all graph memory that must not be read there is overwritten.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ def test_text_with_a_literal_placeholder(engine: Engine, kind: str) -> None:
 def test_memory_is_not_lent_while_segments_run(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang can lend what its graphs do not use while none is replayed. Attentions run eagerly
-    between the segments, and find the graph there on the way to an exit as well.
+    """SGLang lends the memory of its graphs only while none is replayed.
+
+    Attention runs eagerly between the segments, and must find it in use on the way to an exit too.
     """
     monkeypatch.setattr(pool, "is_cuda", lambda: True)
     attention, users = engine.runner.attn_backend, list[str | None]()
@@ -201,7 +202,7 @@ def test_answers_that_are_read_late(engine: Engine, batches_with: Callable[..., 
 
 
 def found_by_exits() -> Any:
-    """Yield the calls of ``compare_exit``."""
+    """Return a patch whose mock records the calls of ``compare_exit``."""
     return mock.patch.object(exit_check, "compare_exit", side_effect=exit_check.compare_exit)
 
 
@@ -220,7 +221,7 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
 
 @contextmanager
 def another_exit(change: Callable[[ExitPoint], ExitPoint]) -> Iterator[None]:
-    """Corrupt the residual at an exit in the ``with`` block."""
+    """Change what replays return at the exit in the ``with`` block."""
     prefills = compat.captured_prefills
     stock = prefills.replay_to_exit
     with mock.patch.object(prefills, "replay_to_exit", lambda graph: change(stock(graph))):
@@ -373,7 +374,7 @@ def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Differen
 # ---------------------------------------------------------------- opened, and closed
 
 
-def test_graphs_that_are_captured_anew(engine: Engine) -> None:
+def test_graphs_that_are_captured_again(engine: Engine) -> None:
     """Exits of graphs that are captured again are closed, since they were not compared.
 
     SGLang's memory for rows that are not written may hold anything, and what is multiplied by zero
@@ -417,7 +418,7 @@ def test_without_the_check(engine: Engine) -> None:
 # ---------------------------------------------------------------- repaired
 
 
-def test_the_report_mends_it() -> None:
+def test_the_proposed_fix_works() -> None:
     """With the diff of ``docs/upstream`` SGLang does not report shared layers as an error."""
     index = fixed(
         cuda_graph_setup.index_attention_layers_by_global_id, REPORTS / "shared_layer_ids.md"
@@ -462,7 +463,7 @@ def test_graphs_that_get_no_exits_are_not_used(engine: Engine) -> None:
     assert captured.prefill_cuda_graph_runner is None
 
 
-def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
+def test_closing_drops_captured_prefills(engine: Engine) -> None:
     """Without the package nothing keeps media out of a graph."""
     runner, state = engine.runner, state_of(engine)
     before = runner.prefill_cuda_graph_runner

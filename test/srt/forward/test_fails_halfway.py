@@ -5,11 +5,11 @@ in which that happens. One site of a prefill whose tail runs eagerly, for exampl
 
     K and V: core/donor.py:47 calls linear
 
-No site is written down here. A forward, or a part of the start, runs once as it works, and Python's
-profiler (``sys.setprofile``), which sees every call, notes those that lines of the package make.
-Then it runs again for each site, and at the site's first call in that phase the profiler raises:
-the line sees an exception in place of what it calls. Python turns a profiler off that has raised,
-so nothing else fails. What Python itself brings is no site (``len``, ``dict.get``, ``contextlib``).
+No site is written down here. A forward, or a part of the start, first runs without failures, and
+Python's profiler (``sys.setprofile``), which sees every call, notes those that lines of the package
+make. Then it runs again for each site, and at the site's first call in that phase the profiler
+raises: the line sees an exception in place of what it calls. Python removes a profiler that raises,
+so nothing else fails. Calls of Python itself are no sites (``len``, ``dict.get``, ``contextlib``).
 
 What comes of it is compared with stock: the answer, K and V of all layers, the fields of the batch,
 the next decode step, the free slots, and every attribute of what outlives a forward.
@@ -54,11 +54,11 @@ from sglang_gemma4_yoco.prefill_exits import exit_setup
 pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
 
 ERRORS = (InjectedError, torch.OutOfMemoryError)
-AN_ANSWER = f"{SGLANGS}get_server_args"  # it raises where there is no server: no site
+AN_ANSWER = f"{SGLANGS}get_server_args"  # raises without a server, as expected: no site
 GRAPH_REPLAYED = "RecordedGraphBackend.replay"  # when this fails the tail is eager from then on
 
-# By function of the package the phase of the calls that are made while it runs. Several of them run
-# at a time: a check cuts batches, and an audit runs tails. The first one of the list counts.
+# Function of the package -> phase of the calls made while it runs. If several of them run (a check
+# cuts batches, an audit runs tails), the first in this table counts.
 PHASES = {
     "check_graphs": "graphs compared",
     "capture_tail": "capture",
@@ -220,9 +220,9 @@ class Served:
     Attributes:
         answer: logits and log-probabilities of the prefill; None if it raised.
         step: logits of the decode step.
-        cache: K and V of each layer with some after the prefill, at all slots but padding's.
+        cache: K and V of each layer that has them after the prefill, without padding's slot.
         free: free slots of each pool in the end.
-        changed: fields of the batch that the prefill has left with other objects.
+        changed: fields of the batch that refer to other objects after the prefill.
     """
 
     answer: torch.Tensor | None
@@ -295,7 +295,7 @@ def what_lives(engine: Engine) -> dict[str, Any]:
     return found
 
 
-# Attributes that stock changes with each forward; and what setting up begins with, in ``set_up``.
+# Attributes that stock changes with each forward, and ``state.serves``, which ``set_up`` sets.
 COUNT_FORWARDS = (
     "state.serves",
     *("runner.forward_pass_id", "runner.shared_read_done_event"),
@@ -304,7 +304,7 @@ COUNT_FORWARDS = (
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """Return the names whose object, number or word has changed."""
+    """Return the names whose object, number or string has changed."""
 
     def is_same(name: str) -> bool:
         if name not in before or name not in after:
@@ -328,7 +328,7 @@ def assert_left_as_by(stock: Served, seen: Served) -> None:
 
 
 def assert_nothing_else_changed(engine: Engine, before: dict[str, Any], *but: str) -> None:
-    """Assert that nothing that outlives a forward has changed, but for these attributes."""
+    """Assert that nothing that outlives a forward has changed, except these attributes."""
     changed = changes(before, what_lives(engine)).difference(but)
     # A new capture has new buffers.
     assert not [name for name in changed if not name.startswith("tail's backend.cuda_graph_")]
@@ -339,7 +339,7 @@ def serve_failing(
 ) -> None:
     """Assert that stock serves when a call of the fast path fails, and that one failure is counted.
 
-    Where it is one of an audit, the path has served, no failure of it is counted, and audits end.
+    If the call is an audit's, the fast path serves, no failure is counted, and audits end.
     """
     turn_on(engine)
     stock, before = served_by_stock(engine, way), what_lives(engine)
@@ -364,7 +364,7 @@ SET_UP = (*("state.captured", "state.unsupported", "state.exits_are_open"),)
 
 
 def start_failing(engine: Engine, part: str, site: Site, error: type[BaseException]) -> None:
-    """Assert that a start continues after a failure, borrows nothing, and serves as stock."""
+    """Assert that a failed start continues, restores what it borrowed, and answers as stock."""
     turn_on(engine)
     before = what_lives(engine)
     with tensors_unchanged(engine), failing_at(site, error):
@@ -385,9 +385,9 @@ class Work(NamedTuple):
 
     Attributes:
         every: by default one in ``every`` of its sites fails.
-        way: of a prefill.
+        way: the prefill; None for a part of the start.
         is_audited: the calls that fail are those of the prefill's audit.
-        part: of the start.
+        part: the part of the start (see ``set_up``).
     """
 
     every: int
@@ -470,7 +470,7 @@ def test_each_call_fails_once(engine: Engine, name: str, which: str) -> None:
     assert wrong == []
 
 
-#: By why a failure must be raised: other ranks would wait for this one, or the process ends.
+#: Why a failure must be raised (other ranks wait, or the process ends) -> the errors.
 RAISED: dict[str, tuple[type[BaseException], ...]] = {
     "several ranks": ERRORS,
     "interrupted": (KeyboardInterrupt, SystemExit),

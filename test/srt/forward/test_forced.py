@@ -60,8 +60,8 @@ def larger(rows: torch.Tensor) -> torch.Tensor:
     return rows * 1.05
 
 
-def in_turns(output: torch.Tensor) -> torch.Tensor:
-    """Scale channels up and down by turns; a norm would hide one scale for all."""
+def alternately(output: torch.Tensor) -> torch.Tensor:
+    """Scale channels alternately up and down; a norm would hide a uniform scale."""
     share = 1 + 0.05 * (-1.0) ** torch.arange(output.shape[-1])
     return output * share.to(output.dtype)
 
@@ -94,14 +94,14 @@ KEYS, VALUES = (f"{what} of layer {DONOR} in the pool" for what in ("keys", "val
 CASES: dict[str, tuple[Wrong, set[str]]] = {
     "queries": (module(LAYER, "self_attn.q_norm", larger), {f"queries of layer {LAYER}"}),
     "attention": (
-        module(LAYER, "self_attn.attn", in_turns),
+        module(LAYER, "self_attn.attn", alternately),
         {f"attention of layer {LAYER}", f"mean of the values of layer {LAYER}"},
     ),
     "per-layer inputs before the cut": (
         function(per_layer, "project_layers", of_front),
         {f"per-layer inputs before those of layer {DONOR}"},
     ),
-    "FFN of the donor": (module(DONOR, "mlp", in_turns), {f"output of layer {DONOR}"}),
+    "FFN of the donor": (module(DONOR, "mlp", alternately), {f"output of layer {DONOR}"}),
     "nothing written": (function(cut, "write_donor_keys_and_values", not_written), {KEYS, VALUES}),
     **{
         f"keys of layer {layer}, before the cut": (

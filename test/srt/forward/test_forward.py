@@ -179,12 +179,12 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
     }
 
 
-def test_a_forward_that_never_comes_to_its_norm(
+def test_a_forward_that_never_calls_its_norm(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its layers may have ended early in vain: it is run again, and the answer is stock's.
+    """Its layers may have stopped early for nothing: it is run again as stock.
 
-    No later forward is tried: the path is off, and says why.
+    Later batches are not cut: the fast path is off, with this reason.
     """
     state, main = get_state(engine.text_model), attention_of(engine).main
     monkeypatch.setattr(state, "after_cut", mock.Mock(side_effect=AssertionError("an audit")))
@@ -264,7 +264,7 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
 def test_decode_goes_straight_through(
     engine: Engine, caplog: pytest.LogCaptureFixture, said: Callable[..., list[str]]
 ) -> None:
-    """The gate does not run, no tail is planned, nothing is counted or logged."""
+    """Eligibility is not checked, no tail is planned, nothing is counted or logged."""
     attention, steps = attention_of(engine), []
     for switch in ("0", "1"):
         scheduled = engine.schedule(batch_of((0, 20), (0, 8)))

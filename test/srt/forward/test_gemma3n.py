@@ -1,4 +1,4 @@
-"""Equality of Gemma 3n on, off and in Hugging Face, on SGLang's own classes.
+"""Gemma 3n with the fast path on, off, and in Hugging Face, on SGLang's own classes.
 
 Of 15 layers the last 5 are KV-shared, so the cut is in layer 9. Stock's window has one key more
 than Hugging Face's: the oracle is given a window that is one key larger.
@@ -141,8 +141,8 @@ def test_audits(engine: Engine) -> None:
 # ---------------------------------------------------------------- unknown models
 
 
-def test_a_loop_that_is_another_one() -> None:
-    """The model merges something else than the tensor that its layers have returned."""
+def test_another_layer_loop() -> None:
+    """The model merges something other than the tensor that its layers have returned."""
     streams = torch.arange(12.0).view(4, 3, 1)
 
     def layer(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_flashinfer(engine: Engine) -> None:
     both = object.__new__(HybridAttnBackend)
     both.prefill_backend, both.decode_backend = engine.runner.attn_backend, kind()
     assert unsupported.find_backend_reason(both, gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
-    unproven = "the attention backend FlashInferAttnBackend is not known to be right"
+    unproven = "the attention backend FlashInferAttnBackend is not known to be correct"
     assert str(unsupported.find_backend_reason(kind(), gemma4.ATTENTION)) == unproven
 
 

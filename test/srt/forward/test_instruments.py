@@ -1,7 +1,7 @@
-"""SGLang's checks of numbers and indices on the fast path, which find what they find in stock.
+"""SGLang's NaN and out-of-bounds checks on the fast path find what they find in stock.
 
 Instruments of a server, such as its profiler, are in ``server/test_http_features``; the dumper and
-the KV canary, which refuse a server, in ``unit/test_limits``.
+the KV canary, with which a server runs as stock, in ``unit/test_limits``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_gemma4_yoco import compat
 pytestmark = [
     pytest.mark.skipif(
         Version(version("sglang")) < compat.release.LAST_TESTED,
-        reason="the instruments of SGLang 0.5.23",
+        reason="needs the checks of SGLang 0.5.23",
     ),
     pytest.mark.usefixtures("forgotten_reports"),
 ]
@@ -46,6 +46,6 @@ def test_checks_of_numbers_and_indices(engine: Engine) -> None:
             batch = engine.schedule(prompts)
             with checks as checked:
                 run(engine, batch, "1")
-            # The donor's K and V too, before its tail.
+            # One per layer that writes K and V, the donor included.
             assert checked.call_count == FIRST_SHARED
             assert_fast(engine, prompts)

@@ -1,6 +1,6 @@
 """Leaks over a server's life cycles: repeated captures, updates and restarts leave nothing.
 
-Counted is from outside: attributes and hooks on SGLang's objects, the package's functions and
+Counts are taken from outside: attributes and hooks on SGLang's objects, the package's functions and
 objects that are alive, graphs, and entries in the package's lists. Graphs are recorded on a CPU
 (``graph_backend``, ``prefill_graphs``).
 """
@@ -64,7 +64,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
         patched.setattr(prefill_exits, "BUCKETS", [32])
         engine = Engine(tiny_checkpoint, **ENGINE, **captured)
         with settings_changed(graph_rows=1):
-            start_anew(engine)
+            start_again(engine)
             yield engine
 
 
@@ -149,7 +149,7 @@ def what_is_left(engine: Engine) -> dict[str, Any]:
 # ---------------------------------------------------------------- repeated events
 
 
-def start_anew(engine: Engine) -> None:
+def start_again(engine: Engine) -> None:
     with torch.no_grad():
         engine.runner.init_attention_backends()
         engine.runner.init_cuda_graphs()
@@ -187,14 +187,14 @@ def release_and_resume_memory(engine: Engine) -> None:
     weight_updater._import_static_state(model, kept)
 
 
-def close_and_start_anew(engine: Engine) -> None:
+def close_and_start_again(engine: Engine) -> None:
     get_state(engine.text_model).close()
-    start_anew(engine)
+    start_again(engine)
 
 
 CYCLES = [
-    pytest.param(start_anew, id="start"),
-    pytest.param(close_and_start_anew, id="close and start", marks=pytest.mark.release),
+    pytest.param(start_again, id="start"),
+    pytest.param(close_and_start_again, id="close and start", marks=pytest.mark.release),
     pytest.param(capture_decode_steps, id="graphs of decode steps", marks=pytest.mark.release),
     pytest.param(partial(update_from_disk, recapture=True), id="new weights and graphs"),
     pytest.param(partial(update_from_disk, recapture=False), id="new weights"),
@@ -307,7 +307,7 @@ def test_a_batch_that_still_runs_at_a_recapture(
 def test_slots_that_others_read_are_not_borrowed_at_a_recapture(
     engine: Engine, said: Callable[..., list[str]], shared: dict[str, Any], eager: str
 ) -> None:
-    """A transfer, or a copy to the host, does not wait. A tail that cannot be proven is eager.
+    """A transfer, or a copy to the host, does not wait. A tail that cannot be checked is eager.
 
     The exits are those that the start has checked.
     """

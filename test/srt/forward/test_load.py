@@ -1,6 +1,6 @@
 """Refusals when the plugin is loaded: wrong settings, and an SGLang that lacks a needed name.
 
-In this process, which has loaded it once: what an operator sees of it, ``server/test_load_faults``.
+It is loaded again in this process. What an operator sees: ``server/test_load_faults``.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_means_nothing(
+def test_an_invalid_value(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     values, remedy = SETTINGS[name]
@@ -94,7 +94,7 @@ def test_a_setting_that_means_nothing(
 
 
 @pytest.mark.parametrize("name", settings.VARIABLES)
-def test_a_setting_that_means_something(name: str) -> None:
+def test_a_valid_value(name: str) -> None:
     """Each sets the field that it is named after, and no other."""
     setting = settings.VARIABLES[name]
     values: dict[str, Any] = {"0": False, "1": True}
@@ -142,7 +142,7 @@ def test_a_method_that_is_gone(
 @pytest.mark.parametrize(
     "path", ["sglang.srt.managers.scheduler.Scheduler", "sglang.srt.managers.scheduler.No", "no.C"]
 )
-def test_what_only_tells_is_gone(
+def test_a_method_used_only_for_reporting_is_gone(
     monkeypatch: pytest.MonkeyPatch, said: Callable[..., list[str]], path: str
 ) -> None:
     """Prefills are still cut, and a warning says that a server cannot report it."""
@@ -158,7 +158,7 @@ def test_what_only_tells_is_gone(
 def test_a_process_that_runs_no_model_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, imported: bool
 ) -> None:
-    """SGLang has started it without importing its scheduler, as the detokenizer."""
+    """SGLang starts some, such as the detokenizer, without importing its scheduler."""
     if not imported:
         monkeypatch.delitem(sys.modules, plugin._SCHEDULER, raising=False)
     monkeypatch.setattr(plugin, "parent_process", multiprocessing.current_process)

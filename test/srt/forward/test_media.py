@@ -1,7 +1,7 @@
-"""Images, videos and sounds through SGLang's own encoders, on its ModelRunner.
+"""Images, videos and audio through SGLang's own encoders, on its ModelRunner.
 
-Images attend causally here: SGLang writes their masks for its Triton backend alone, on which
-``triton/test_image_masks.py`` runs. The server's tests send images and sounds over HTTP; to decode
+Images attend causally here: SGLang writes their masks for its Triton backend only, on which
+``triton/test_image_masks.py`` runs. The server's tests send images and audio over HTTP; to decode
 a video, SGLang needs FFmpeg's libraries. A video reaches the model as frames, and so it does here.
 """
 

@@ -1,6 +1,6 @@
 """An SGLang with a fast prefill of its own: it serves with its flag on, this package with it off.
 
-Who it was is seen from the rows: SGLang cuts before the first KV-shared layer, this package inside
+The rows show which of them served: SGLang cuts before the first KV-shared layer, this package in
 the layer before it.
 """
 
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.usefixtures("forgotten_reports"),
     pytest.mark.skipif(
         Version(version("sglang")) < compat.release.LAST_TESTED,
-        reason="the change is made in the newest release",
+        reason="the harness adds the change to the newest release only",
     ),
 ]
 
@@ -50,7 +50,9 @@ def started(checkpoint: Path, *, flag: bool) -> Iterator[Engine]:
         yield engine
 
 
-def test_off_this_package_serves(tiny_checkpoint: Path, said: Callable[..., list[str]]) -> None:
+def test_with_the_flag_off_this_package_serves(
+    tiny_checkpoint: Path, said: Callable[..., list[str]]
+) -> None:
     """SGLang's forward is then a stock forward, whose loop ends before the cut."""
     with started(tiny_checkpoint, flag=False) as engine:
         assert not engine.text_model.fast_prefill_supported
@@ -61,7 +63,9 @@ def test_off_this_package_serves(tiny_checkpoint: Path, said: Callable[..., list
     assert [line for line in said() if "for this server" in line] == []
 
 
-def test_on_sglang_serves(tiny_checkpoint: Path, said: Callable[..., list[str]]) -> None:
+def test_with_the_flag_on_sglang_serves(
+    tiny_checkpoint: Path, said: Callable[..., list[str]]
+) -> None:
     """This package plans nothing, and one line says which setting to remove."""
     with started(tiny_checkpoint, flag=True) as engine:
         scheduled = engine.schedule(TWO_PROMPTS)
@@ -81,7 +85,7 @@ def test_on_sglang_serves(tiny_checkpoint: Path, said: Callable[..., list[str]])
     assert status.verdict([state]) == (False, unsupported.SGLANG_SERVES.text)
 
 
-def test_on_sglang_serves_in_any_release(tiny_checkpoint: Path) -> None:
+def test_with_the_flag_on_sglang_serves_in_any_release(tiny_checkpoint: Path) -> None:
     """A release after the last tested one counts too: it is likely to have the flag."""
     newer = mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0"))
     with newer, started(tiny_checkpoint, flag=True) as engine:
@@ -95,7 +99,9 @@ def test_on_sglang_serves_in_any_release(tiny_checkpoint: Path) -> None:
     ("flag", "refusals"),
     [(False, []), (True, [unsupported.SGLANG_SERVES.text])],
 )
-def test_doctor_says_whose_serves(tiny_checkpoint: Path, flag: bool, refusals: list[str]) -> None:
+def test_doctor_says_which_one_serves(
+    tiny_checkpoint: Path, flag: bool, refusals: list[str]
+) -> None:
     report, arguments = Report(), ENGINE | {compat.server.FAST_PREFILL: flag}
     args = own_fast_prefill.Arguments(model_path=str(tiny_checkpoint), **arguments)
     with own_fast_prefill.added(), releases.serving(args):
@@ -118,7 +124,7 @@ class TestLoading:
             assert not hasattr(MODEL, "_yoco_eligibility")
 
     def test_patched_twice(self) -> None:
-        """The package's helpers, where it adds them, must show the same."""
+        """This is noticed even where the package has added no helpers that would show it."""
         with own_fast_prefill.added():
             patch.patch_sglang()
             with pytest.raises(compat.release.IncompatibleError, match="patched already"):

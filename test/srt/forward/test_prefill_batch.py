@@ -1,6 +1,6 @@
 """Batches of synthetic requests, compared field by field with SGLang's own batches.
 
-What a field lacks shows where no test looks: SGLang's own prefill graphs write the rows of their
+A wrong field shows where no test looks: SGLang's own prefill graphs write the rows of their
 padding into the cache, for example, unless the batch says how many of them are real.
 """
 
@@ -26,8 +26,8 @@ ALWAYS = {
     "rids": "synthetic requests have no names",
     "sampling_info": "nothing is sampled from their logits",
 }
-# The tokens after an unfinished chunk are unknown: none were made up.
-_LONGER = {"orig_seq_lens": "the prompt's tokens to come count"}
+# The tokens after an intermediate chunk are unknown, and none are made up.
+_LONGER = {"orig_seq_lens": "SGLang counts the prompt's tokens to come"}
 _NEXT = {"extend_input_logprob_token_ids_gpu": "the first token to come is the last row's"}
 
 
@@ -130,7 +130,7 @@ def test_what_every_batch_of_a_server_captures(
     name = "get_server_return_hidden_states_mode"
     if not hasattr(forward_batch_info, name):
         pytest.skip("in this SGLang a batch captures what its requests want")
-    # With the parameters of this SGLang's own.
+    # With the signature of this SGLang's own function.
     of_server = functools.wraps(getattr(forward_batch_info, name))(lambda *_: mode)
     monkeypatch.setattr(forward_batch_info, name, of_server)
     prompts, _ = KINDS["one request"]

@@ -1,6 +1,6 @@
-"""The published helpers on SGLang's own model and batches; no batch is kept alive.
+"""The helpers of SGLang's open PR on its own model and batches; no batch is kept alive.
 
-``models/`` has the helpers on the published stand-ins.
+``models/`` has the helpers on the PR's mock objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 @pytest.fixture
 def planned(engine: Engine) -> Iterator[Any]:
-    """Yield a planned batch of one prompt, inside a forward's context; it may be unfinished."""
+    """Yield a planned intermediate chunk of one prompt, inside a forward's context."""
     main = attention_of(engine).main
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     batch.contains_last_prefill_chunk = False
@@ -37,7 +37,7 @@ def planned(engine: Engine) -> Iterator[Any]:
         yield batch
 
 
-def test_the_published_helper_plans_the_tail_of_an_intermediate_chunk(
+def test_the_prs_helper_plans_the_tail_of_an_intermediate_chunk(
     engine: Engine, planned: Any
 ) -> None:
     """The package runs none of it; the caller gets its attention plan, and the residual's rows."""
@@ -72,7 +72,7 @@ def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held.append(weakref.ref(kwargs.get("forward_batch") or args[2]))
 
-    gc.disable()  # its memory is freed at once
+    gc.disable()  # reference counting alone must free it
     try:
         with engine.text_model.register_forward_pre_hook(hook, with_kwargs=True):
             engine.forward(engine.schedule(prompts))

@@ -132,9 +132,9 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
     with_a_check_that_fails_on_one_rank(rank, engine)
     without_a_backend_on_one_rank(rank, engine)
     with_settings_of_its_own(rank, engine)
-    with_a_norm_that_is_called_otherwise(engine)
+    with_a_norm_that_is_called_differently(engine)
     with_audits(rank, engine)
-    # It ends that rank; and the other, which waits for it, when it is gone.
+    # An exception in the check ends that rank, and then the other one, which waits for it.
     engine.runner.init_attention_backends()
     state = get_state(engine.text_model)
     found = checking.check_model(engine.runner, state)
@@ -187,7 +187,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
 
 
 def with_settings_of_its_own(rank: int, engine: Engine) -> None:
-    """Assert that ranks' settings agree: a rank without checks would block another's collective."""
+    """Assert that other settings or versions on one rank make all ranks run as stock."""
     with settings_changed(self_check=rank == 0):
         engine.runner.init_attention_backends()
     assert get_state(engine.text_model).report.check is None
@@ -197,8 +197,8 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
     assert_stock(engine, ranks.NOT_ALIKE)
 
 
-def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
-    """Assert that no rank cuts any more once one's norm is called in another way."""
+def with_a_norm_that_is_called_differently(engine: Engine) -> None:
+    """Assert that no rank cuts any more once the norm is called in another way."""
     from sglang_gemma4_yoco.core import model as core_model
 
     engine.runner.init_attention_backends()

@@ -1,7 +1,7 @@
-"""Refused batches, which equal stock bit for bit; and admitted readers of hidden states.
+"""Refused batches, which equal stock bit for bit; and hidden states that may be read.
 
-``unit/test_gate`` and ``unit/test_limits`` have all reasons. Here SGLang's own code meets what is
-refused.
+``unit/test_gate`` and ``unit/test_limits`` have all reasons. Here SGLang's own code runs refused
+batches.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def capturing(engine: Engine) -> Iterator[Any]:
 def test_layers_captured_after_the_cut(
     engine: Engine, capturing: Any, batches_with: Callable[..., None], layer: int
 ) -> None:
-    """DFlash captures such layers: the last donor's output or the last layer's."""
+    """DFlash captures such layers: here the donor's input, or the last layer's output."""
     capturing.set_dflash_layers_to_capture([layer])
     batches_with(capture_hidden_mode=CaptureHiddenMode.FULL)
     refused = assert_stock(engine, eligibility.CAPTURED_LAYERS)
@@ -107,7 +107,7 @@ def test_layers_captured_after_the_cut(
 def test_layers_captured_before_the_cut(
     engine: Engine, capturing: Any, batches_with: Callable[..., None]
 ) -> None:
-    """Captures of the front have all rows as always, so a reader of last rows may have them."""
+    """Layers before the cut have all rows, as in stock: a reader of last rows may capture them."""
     capturing.set_eagle3_layers_to_capture([0, 1])
     batches_with(capture_hidden_mode=CaptureHiddenMode.LAST)
     stock, fast = assert_fast(engine)
@@ -172,7 +172,7 @@ def test_drafts_that_read_no_row_but_the_last(
 
 
 def test_a_mixed_batch_that_stays_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang 0.5.23 makes an extend of it before the model runs, older releases do not."""
+    """SGLang 0.5.23 turns it into an extend batch before the model runs; older ones do not."""
     decoding = Prompt((30, 31), (32,), decodes=True)
     scheduled = engine.schedule([*batch_of((20, 30)), decoding])
     assert scheduled.forward_mode is ForwardMode.MIXED

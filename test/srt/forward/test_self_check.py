@@ -69,11 +69,11 @@ def nothing_left(engine: Engine) -> Iterator[None]:
     assert_fast(engine)
 
 
-# ---------------------------------------------------------------- course of the check
+# ---------------------------------------------------------------- what the check runs
 
 
 def test_both_paths_are_taken(engine: Engine, said: Callable[..., list[str]]) -> None:
-    """Stock runs once; the cut once on stock's rows, of each kind; and once as in service.
+    """Stock runs once, the tail once per kind of batch on stock's rows, and one whole forward.
 
     Nothing is left of it, counted or logged.
     """
@@ -139,8 +139,8 @@ def test_a_plan_that_no_forward_has_taken(engine: Engine) -> None:
         assert state.planned_rows == 7
 
 
-def test_logits_that_are_no_numbers(engine: Engine) -> None:
-    """The whole forward alone can give such logits, from values that it finds in memory."""
+def test_nan_logits(engine: Engine) -> None:
+    """Only the whole forward can give such logits, from uninitialised memory."""
     forwards = count(1)
 
     def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
@@ -177,7 +177,7 @@ def test_a_fast_path_that_fails_is_no_rounding(engine: Engine) -> None:
     assert not found.agrees
 
 
-def test_the_threshold_has_no_say(engine: Engine, setting: Callable[..., None]) -> None:
+def test_the_threshold_does_not_apply(engine: Engine, setting: Callable[..., None]) -> None:
     setting(min_skipped_rows=1000)
     with counted(engine) as forwards:
         assert checked(engine).worst is not None
@@ -208,7 +208,7 @@ def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list
     return [line for line in said() if " is on: " in line], said(logging.ERROR)
 
 
-def test_it_is_made_once_and_the_start_line_has_its_worst_comparison(
+def test_it_runs_once_and_the_start_line_has_its_worst_comparison(
     started: ModelState, engine: Engine, said: Callable[..., list[str]]
 ) -> None:
     """After a weight update graphs are captured again, while prefixes are cached."""
@@ -232,7 +232,7 @@ def test_a_server_that_fails_is_served_by_stock(
     assert_stock(engine, check.CHECK_FAILED)
 
 
-def test_the_operator_has_a_say(
+def test_the_setting_skips_it(
     started: ModelState, engine: Engine, setting: Callable[..., None]
 ) -> None:
     setting(self_check=False)
@@ -248,7 +248,7 @@ def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch
     kind: Any = type(engine.text_model)
     for owner, name, value, reason in (
         (state, "is_capturing", lambda: True, eligibility.CAPTURING),
-        # As if another plugin has replaced the package's forward by its own.
+        # As if another plugin had replaced the package's forward with its own.
         (kind, "forward", kind.forward.__wrapped__, check.NOT_SEEN),
         # As where a graph of SGLang's runs the layers.
         (layerwise, "call_before_layers", lambda *_: nullcontext(), check.NOT_SEEN),
@@ -330,7 +330,7 @@ def test_samples_are_those_of_a_server_without_the_check(
     assert torch.equal(torch.rand(8), wanted)
 
 
-def test_prefills_that_never_come_by(
+def test_prefills_that_bypass_the_path(
     engine: Engine, said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After twenty prefills that bypass the path, the status is no longer "active".
@@ -350,7 +350,7 @@ def test_prefills_that_never_come_by(
     assert counters.NOT_CUT in warning
     state = metrics.describe_state()
     assert (state["active"], state["reason"]) == (False, "set up, but no prefill was cut")
-    assert state["forwards"][counters.UNSEEN] == 22  # the last one may still come by
+    assert state["forwards"][counters.UNSEEN] == 22  # the last one may still reach it
     assert status.verdict([state]) == (False, "set up, but no prefill was cut")
 
 
@@ -370,7 +370,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
         for one in found:
             if one.what.startswith("mean of the values"):
                 means.append(one.excess)
-        assert max(means) > 50  # without marks it would be 6
+        assert max(means) > 50  # 6 without the enlarged values at the window's edge
 
 
 def test_keys_of_the_pool_are_as_large_as_the_models(engine: Engine) -> None:

@@ -1,8 +1,8 @@
 """The self-check of a server with few requests, small pools or short contexts.
 
-Prompts longer than the window are compared all the same, one after another where they have no room
-beside each other: else a window one key too short or too long would pass as "checked". What a
-server has no room to serve need not be compared, and what could not be compared is not served.
+Prompts longer than the window are always compared, one after another if they do not fit together:
+otherwise a window one key too short or too long would pass as "checked". What a server has no room
+to serve need not be compared. If another comparison is impossible, the server runs as stock.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ WINDOW = E2B_TINY.sliding_window
 #: All heads are as wide, as one pool for all layers needs.
 SHAPE = dataclasses.replace(E2B_TINY, global_head_dim=E2B_TINY.head_dim)
 SHORT, LONG = "windows one key short", "windows one key long"
-#: Tokens of a server whose pool for the window has four fifths of the slots. SGLang starts none in
-#: which it has no more than the window.
+#: ``max_total_tokens``; the window's pool gets four fifths of it. SGLang starts no server whose
+#: window's pool is not larger than the window.
 TOO_FEW, JUST_ENOUGH, PLENTY = 41, 42, 4096
 
 
@@ -93,7 +93,7 @@ def test_windows_that_no_prompt_exceeds(
     assert state_of(engine).unsupported is None
 
 
-def test_what_has_no_room_is_not_served(path: Path, said: Callable[..., list[str]]) -> None:
+def test_what_has_no_room_is_not_cut(path: Path, said: Callable[..., list[str]]) -> None:
     """Prompts may be longer than the window, but the pool has no room for the K and V of one."""
     with mock.patch.object(MemoryPoolConfigurator, "validate_swa_pool_size"):
         engine = start_engine(path, max_total_tokens=TOO_FEW)

@@ -71,9 +71,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _known() -> Iterator[None]:
-    """Register the model in SGLang and in the package; loading both wraps its forward.
+    """Register the model in SGLang and in the package, and wrap its forward as loading does.
 
-    It is not SGLang's code, which the operator says may be trusted.
+    Its code is third-party code, so a setting trusts it.
     """
     load_plugins()
     model: Any = third_model.ThirdTextModel
@@ -126,9 +126,7 @@ def test_the_check_agrees(engine: Engine) -> None:
     assert_agrees(engine)
 
 
-def test_the_check_finds_keys_that_are_not_turned(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_finds_keys_without_rope(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = third_yoco.compute_keys_and_values
 
     def compute(layer: Any, rows: torch.Tensor, positions: torch.Tensor) -> Any:

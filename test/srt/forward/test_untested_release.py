@@ -1,8 +1,8 @@
 """A release of SGLang after the last tested one: stock, unless the operator enables it.
 
-With ``SGLANG_GEMMA4_YOCO_UNTESTED=1`` it is cut after the self-check; the tail extends, since
-its decode step may count the keys of a window differently, and is not captured. The default, and
-what users see of it: ``server/test_untested_server``.
+With ``SGLANG_GEMMA4_YOCO_UNTESTED=1`` it is cut after the self-check. Its tail runs in extend mode,
+since a decode step may count the keys of a window differently, and is not captured. The default,
+and what users see of it: ``server/test_untested_server``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def test_without_the_check_it_is_stock(engine: Engine, untested: Callable[..., N
 
 
 def test_a_model_outside_of_a_server_is_stock(engine: Engine) -> None:
-    """The published helper, which asks before a runner has started the model, is stock too."""
+    """So is the helper of SGLang's PR, which asks before a runner has started the model."""
     with mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0")):
         with settings_changed(untested=False):
             assert unsupported.find_server_reason() is not None

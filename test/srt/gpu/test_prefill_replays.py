@@ -1,8 +1,8 @@
 """Prefills that SGLang replays from CUDA graphs: first SGLang's own replays, then exits.
 
-SGLang cannot capture these models without the package's repair; that repair is all that the first
-tests have of the package. SGLang itself says of multimodal models that their prefills may fault
-where they are replayed, so the tests after these are meaningful only if these pass.
+SGLang cannot capture these models without the package's repair, the only part of the package that
+the first tests use. SGLang warns that replayed prefills of multimodal models may fault, so the
+tests after these are meaningful only if these pass.
 
 ``python3 scripts/run_tests.py --gpu``. With ``YOCO_TEST_GPU=cpu`` the same tests run on a CPU, on
 the smallest model and the reference's recordings.
@@ -43,7 +43,7 @@ DEVICE, PRESET = ("cpu", "E2B_TINY") if ON_A_CPU else ("cuda", "E2B")
 BUCKETS = [16, 32, 64, 128] if ON_A_CPU else [16, 32, 64, 128, 256, 512, 600, 1024, 2048]
 LARGEST = BUCKETS[-1]
 FULL = {f"{rows} tokens": batch_of((0, rows)) for rows in BUCKETS}
-#: Of each batch more than half of its bucket is used, so that it is replayed.
+#: Each batch fills more than half of its bucket, so that it is replayed.
 BATCHES = {
     **FULL,
     "one row of padding": batch_of((0, LARGEST - 1)),
@@ -125,7 +125,7 @@ def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
 
 @pytest.fixture
 def exits(engine: Engine, setting: Callable[..., None]) -> None:
-    """Open the exits; any skipped row pays."""
+    """Assert that the exits are open and passed their check; cut if one row can be skipped."""
     setting(min_skipped_rows=1)
     facts = get_state(engine.text_model).report
     assert str(facts.exits).startswith("open"), facts
@@ -157,7 +157,7 @@ def test_replays_leave_nothing_behind(engine: Engine, ways: tuple[str, ...]) -> 
         assert_same(again, first[name])
 
 
-@pytest.mark.skipif(ON_A_CPU, reason="CUDA's own")
+@pytest.mark.skipif(ON_A_CPU, reason="needs CUDA")
 @pytest.mark.parametrize("way", [OFF_REPLAYED, ON_REPLAYED])
 @pytest.mark.usefixtures("exits")
 def test_the_host_waits_for_nothing(engine: Engine, way: str) -> None:

@@ -21,8 +21,8 @@ from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.workload import (
     LOGPROB_TOLERANCE,
     Client,
+    common_prefix_length,
     is_close_call,
-    tokens_before_parting,
 )
 from sglang_gemma4_yoco.commands.verify import comparison as comparing
 from sglang_gemma4_yoco.commands.verify.comparison import Comparison, Position
@@ -158,7 +158,7 @@ def assert_same_answers(both: Compared[Any], *, close_calls: int = 0) -> None:
         assert Comparison.of([(on, off)]).max_logprob <= TOLERANCE, f"{on} and {off}"
         assert on.cached_tokens == off.cached_tokens
         parted += on.tokens != off.tokens
-    assert parted <= close_calls, f"{parted} answers part"
+    assert parted <= close_calls, f"{parted} answers diverge"
 
 
 def assert_same_tokens(
@@ -168,12 +168,12 @@ def assert_same_tokens(
     parted = 0
     for prompt, on, off in zip(prompts, both.on, both.off, strict=True):
         assert len(on) == len(off) > 0
-        same = tokens_before_parting(on, off)
+        same = common_prefix_length(on, off)
         if same < len(off):
             likeliest = Client(stock.url).likeliest([*prompt, *off[:same]])
             assert is_close_call(likeliest), f"token {same} of {off} and {on}: {likeliest}"
             parted += 1
-    assert parted <= 1, f"{parted} answers part"
+    assert parted <= 1, f"{parted} answers diverge"
 
 
 def tokens(count: int, seed: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Audit of the interpreter: opened files and imports."""
+"""Python's audit events: opened files, listed folders and imports."""
 
 from __future__ import annotations
 

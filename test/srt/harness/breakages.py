@@ -47,7 +47,7 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
         yield False
         return
 
-    def narrower(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def resized(stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
             if layer in broken:
                 layer = copy.copy(layer)
@@ -69,7 +69,7 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
     if on_triton:
         span = mock.patch.object(compat.attention, "widen_window", planned)
     else:
-        decode, extend = narrower(tail.forward_decode), narrower(tail.forward_extend)
+        decode, extend = resized(tail.forward_decode), resized(tail.forward_extend)
         span = patched(tail, forward_decode=decode, forward_extend=extend)
     with span:
         yield True

@@ -85,7 +85,7 @@ class Result:
     """Results of one model.
 
     Attributes:
-        check, audits, proof: the largest error of the unbroken package, in multiples of its bound.
+        check, audits, proof: the largest error of the correct package, in multiples of its bound.
         cost: the time of the check and of an audit; see ``costs``.
         found: breakage -> the error that the check found, in multiples of its bound.
     """
@@ -111,7 +111,7 @@ class Result:
             f"{self.model}, {self.dtype}, sharpness {self.sharpness:g}, post-norms "
             f"{self.post_norms:g}, outliers {self.outliers:g}, seed {self.seed}: check "
             f"{self.check:.2f}, audits {self.audits:.2f}, proofs {self.proof:.2f}; "
-            f"what is broken is found by at least {least:.1f} times the bound"
+            f"errors of defects are at least {least:.1f} times the bound"
         )
 
 
@@ -196,7 +196,7 @@ def audited(engine: Engine, state: Any, draws: random.Random, number: int, resul
 
 
 def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
-    """Return the times in ms of stock, fast and audited prefills; the check's in short prefills.
+    """Return ms of stock, fast and audited prefills, and the check's time in short prefills.
 
     They are medians of seven, interleaved; other processes may run on the machine. ``seconds`` is
     the time of the check.
@@ -227,14 +227,14 @@ def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
 def judge(
     engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str], number: int
 ) -> None:
-    """Run the check, proofs and ``number`` audits on the unbroken package, then each breakage.
+    """Run the check, proofs and ``number`` audits on the correct package, then each breakage.
 
     Proofs compare every graph of the captured tail, full and padded, with its eager layers.
     """
     state, runner = get_state(engine.text_model), engine.runner
     checked = check.check_model(runner, state)
     if checked.worst is None:
-        raise SystemExit(f"{result.model}: {checked}")
+        raise SystemExit(f"{result.model}: the self-check compared nothing: {checked}")
     result.check, result.seconds = checked.worst.excess, checked.seconds
     if isinstance(state.captured, TailGraphs):
         for size in state.captured.rows:

@@ -92,7 +92,7 @@ def tensors_unchanged(engine: Engine) -> Iterator[None]:
 
 
 def assert_audited(engine: Engine, prompts: Sequence[Prompt], first_cut: int) -> None:
-    """Assert that an audited forward runs cut, as stock, then its tail; the answer is stock's."""
+    """Assert that an audited forward runs cut, then as stock, then its tail; stock answers."""
     stock, unaudited = assert_fast(engine, prompts)
     with audited(engine):
         both = run(engine, engine.schedule(prompts), "1")

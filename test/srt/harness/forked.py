@@ -1,7 +1,7 @@
 """SGLang's programs (``python -m``), forked from a process that has imported SGLang.
 
-A server has three processes, each of which imports SGLang: about 40 s of CPU time, for a model that
-loads in one. So a test process starts one process that imports SGLang once and does nothing else
+A server has three processes, each of which imports SGLang: about 40 s of CPU time in all, for a
+model that loads in 1 s. So a test process starts one process that imports SGLang once and no more
 (``multiprocessing``'s fork server). A program's first process is forked from it. Before anything
 else, that process forks a second fork server, from which its ``multiprocessing`` children are
 forked. So each process starts like a spawned one: SGLang is imported, nothing of it is set up, no
@@ -99,7 +99,7 @@ class Program:
         return self.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the program has ended.
+        """Return the exit status once the program has ended.
 
         Raises:
             subprocess.TimeoutExpired: it has not ended within ``timeout`` seconds.
@@ -112,7 +112,7 @@ class Program:
 
 
 def _run(program: list[str], cwd: str, env: dict[str, str], log: str) -> None:
-    assert "sglang_gemma4_yoco" not in sys.modules, "it may be another copy that is to be imported"
+    assert "sglang_gemma4_yoco" not in sys.modules, "imported too early: env may name another copy"
     os.setsid()  # Ctrl-C reaches pytest alone
     known: Any = multiprocessing.process
     known._parent_process = None  # a program that a user starts has none

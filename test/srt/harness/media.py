@@ -1,8 +1,8 @@
-"""Prompts with images, videos and sounds, and the attention masks that images bring.
+"""Prompts with images, videos and audio, and the attention masks that images bring.
 
 On Triton the rows of one image attend to each other in both directions: SGLang writes a mask into
 the metadata of the runner's attention backend, between planning and the first layer. An image that
-is split between chunks gets no mask, nor do videos and sounds.
+is split between chunks gets no mask, nor do videos and audio.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 _FRAMES = 2
 #: Placeholder in a prompt's text -> the processor's argument.
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
-_SAMPLES = 3200  # of sound, a fifth of a second
+_SAMPLES = 3200  # of audio, a fifth of a second
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _unpadded(pixels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[MultimodalDataItem]:
-    """Return one item per image or sound, and one for the frames of a video."""
+    """Return one item per image or audio clip, and one for the frames of a video."""
     made: list[MultimodalDataItem] = []
 
     def add(kind: str, offsets: list[tuple[int, int]], feature: Any, **more: Any) -> None:

@@ -19,8 +19,8 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import compat
 
-#: Of logits of size 10, in fp32. The tail sums in another order than stock does, which moves an
-#: answer by 1e-5; one key more or less in a window moves it by 1e-2.
+#: For logits of magnitude 10, in fp32. The tail sums in another order than stock does, which moves
+#: an answer by 1e-5; one key more or less in a window moves it by 1e-2.
 TOLERANCE = 5e-5
 
 
@@ -95,7 +95,7 @@ class Observed:
 
     Attributes:
         rows: rows that the FFN of each layer computed, in the order of the layers that ran.
-        attention_rows: rows of each layer's attention that were projected back, likewise.
+        attention_rows: rows that the output projection of each layer computed, likewise.
         attended: (queries, keys) of each layer's call of the attention backend, likewise: rows that
             attended, and rows whose K and V were passed in to be written.
         modes: the batch's forward mode in these calls, by name.

@@ -1,4 +1,4 @@
-"""An SGLang with its own fast prefill, off by default, modelled on its open change #27183.
+"""An SGLang with its own fast prefill, off by default, modelled on its open PR #27183.
 
 Written independently, it does what that change does: a server argument, two attributes and two
 methods of the text model, and a cut in the model's loop before the first KV-shared layer.
@@ -102,7 +102,7 @@ def _make() -> dict[str, Any]:
     forward = inspect.unwrap(MODEL.forward)
     source = textwrap.dedent(inspect.getsource(forward)).replace("\n", "\n    ")
     for place, added in ((_LOOP, _CUT), (_NORM, _SCATTER)):
-        assert source.count(place) == 1, "this SGLang's forward is another one"
+        assert source.count(place) == 1, "not once in SGLang's {MODEL.__name__}.forward"
         source = source.replace(place, place + added.lstrip("\n"))
     source = source.replace(_LOOP, f"last = None\n        {_LOOP}")
     made: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.counters import Outcome
 
 NEEDS_PREFILL_GRAPHS = pytest.mark.skipif(
-    not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
+    not releases.records_prefills(), reason="needs the prefill graphs of SGLang 0.5.23"
 )
 BUCKETS = [16, 32, 64, 128]
 ROWS = 4  # prompts of a batch whose tail is captured

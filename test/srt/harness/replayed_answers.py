@@ -64,14 +64,14 @@ class Answer:
 
     @classmethod
     def of(cls, engine: Any, batch: Any, way: str) -> Answer:
-        """Run a batch, over poisoned K and V."""
+        """Return the answer of one forward of a batch, over poisoned K and V."""
         engine.poison(batch)
         counters.served.forwards.clear()
         logits = bench_prefill.timed(engine, batch, way)[1].double()
         return cls(", ".join(map(str, counters.served.forwards)), logits, engine.written(batch))
 
     def beside(self, other: Answer, rounding: float) -> dict[str, Any]:
-        """Return the distance from ``other``, which is right, and whether that is rounding.
+        """Return the distance from ``other``, the reference, and whether rounding explains it.
 
         Args:
             other: stock's answer, or that of the same path with other kernels.

@@ -158,7 +158,7 @@ class Server(servers.Server):
         """
         self.wait_until(self.is_healthy, "a healthy server", timeout)
         self._start_up = len(self.log())
-        no_request = "nobody has sent a batch that could fall back"
+        no_request = "a batch fell back before any request was sent"
         assert self.log_lines("falls back to stock: ") == [], no_request
 
     def wait_until(self, condition: Callable[[], T], what: str, seconds: float = TIMEOUT) -> T:
@@ -178,7 +178,7 @@ class Server(servers.Server):
             self.stop()
             self.start()
             return
-        raise ServerDiedError(f"it exited with {self.process.returncode}:\n{self._log_tail()}")
+        raise ServerDiedError(f"server exited with {self.process.returncode}:\n{self._log_tail()}")
 
     # -- log and forwards -------------------------------------------------------------------
 

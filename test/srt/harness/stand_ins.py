@@ -1,4 +1,4 @@
-"""Inputs of the gate: SGLang's batches and server arguments, and a stand-in for a model."""
+"""Inputs of the eligibility check: SGLang's batches and server arguments, and a mock model."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def state_of(served: Any) -> ModelState:
 
 
 def reason_of(served: Any, forward_batch: Any) -> Refusal | None:
-    """Return why the gate refuses a batch of this model, or None."""
+    """Return why a batch of this model is ineligible, or None."""
     return eligibility.find_ineligible_reason(state_of(served), forward_batch)
 
 

@@ -92,7 +92,7 @@ def run_tail(
     positions: torch.Tensor,
     inputs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run the layers one by one, and the norm: [B, hidden]."""
+    """Return the rows after the layers, one by one, and the norm: [B, hidden]."""
     with patched(layers[0].self_attn, shares=True):
         for layer in layers:
             rows = layer(positions=positions, hidden_states=rows, forward_batch=batch)

@@ -49,7 +49,7 @@ def continuation(
             do_sample=False,
             logits_to_keep=0,
         )
-    assert rows == [len(prompt)] + [1] * (count - 1), "the oracle has skipped rows"
+    assert rows == [len(prompt)] + [1] * (count - 1), "the reference has skipped rows"
     found: list[int] = answer[0, len(prompt) :].tolist()
     return found
 
@@ -87,8 +87,8 @@ class Error:
         return cls(float(difference.square().mean().sqrt()), float(difference.max()))
 
 
-# Of bf16 against fp32, root of the mean square. bf16 rounds by 2**-9 at most, 2**-9 / 3**0.5 in
-# the mean square. In a layer about ten results are rounded that are as large as the stream itself
+# Root mean square of bf16's error against fp32. bf16 rounds by 2**-9 at most, by 2**-9 / 3**0.5 in
+# root mean square. In a layer about ten results are rounded that are as large as the stream itself
 # or what is added to it (norms, projections, attention, FFN and per-layer input, three sums):
 # over 8 layers (8 * 10)**0.5 * 2**-9 / 3**0.5 = 0.010 of a logit, whose scale is 2.3 here. So 0.023
 # is expected; four times as much is not bf16, but another model.
@@ -107,7 +107,7 @@ def assert_no_further(
     """Assert that fast is as near to fp32 as stock, and as near to stock as rounding allows.
 
     Fast and stock round the same sums in another order, for kept rows of the tail alone. Even if
-    all their errors were independent, the root mean squares of two times n draws would be within
+    all their errors were independent, the root mean squares of two sets of n draws would be within
     3 / n**0.5 of each other: 3 standard deviations of their ratio.
 
     Args:

@@ -17,7 +17,7 @@ _CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json
 #: Flags of a server, by how a secret is given. SGLang 0.5.23 accepts these.
 ACCEPTED: dict[str, list[str]] = _CASES["accepted"]
 FLAGS = ACCEPTED | _CASES["not accepted"]
-#: The same in files of --config; SGLang refuses what is here.
+#: The same in files for --config, which SGLang refuses.
 FILES: dict[str, str] = _CASES["files"]
 #: Variable -> its value.
 VARIABLES: dict[str, str] = _CASES["variables"]

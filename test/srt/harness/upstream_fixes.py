@@ -18,7 +18,7 @@ def fixed(function: Callable[..., Any], report: Path) -> Any:
     lines = diff.splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")
     source = inspect.getsource(function)
-    assert source.count(old) == 1, f"{report.name} is of another release"
+    assert source.count(old) == 1, f"the diff in {report.name} does not apply to this release"
     made: dict[str, Any] = {}
     exec(textwrap.dedent(source.replace(old, new)), function.__globals__, made)
     return made[function.__name__]

@@ -1,4 +1,4 @@
-"""The published contract of the two helpers on ``Gemma4TextModel``, on SGLang's own batches."""
+"""The contract of the two helpers of SGLang's open PR, on SGLang's own batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_gemma4_yoco.loading import runner_setup
 
 DECODES = pytest.mark.skipif(
     compat.release.is_newer_than_tested(),
-    reason="on a release that was not tested the tail extends, which reads more of a batch",
+    reason="on an untested release the tail runs in extend mode, which reads more fields",
 )
 
 
@@ -40,7 +40,7 @@ class RecordingBackend:
 
 
 def batch(new: list[int], total: list[int] | None = None, **changes: Any) -> ForwardBatch:
-    """Return prompts of these new and total lengths."""
+    """Return a batch of prompts of these new and total lengths."""
     total, rows = total or new, sum(new)
     cached = [s - n for s, n in zip(total, new, strict=True)]
     lengths = {
@@ -127,7 +127,7 @@ def test_truncate_to_last_tokens_indices_and_restore() -> None:
 
 
 def test_another_order_of_arguments() -> None:
-    """This order was published as well."""
+    """The PR was published with this order too."""
     with pytest.raises(TypeError, match="expected hidden_states, positions, per_layer_inputs"):
         Gemma4TextModel._yoco_truncate_to_last_tokens(
             model(), TWO, torch.zeros(15, 8), torch.arange(15), None

@@ -47,7 +47,7 @@ def validate(command: Sequence[str | Path]) -> str:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The manifest of a canary's stock replica."""
+    """Return the path of the manifest of a canary's stock replica."""
     file = tmp_path_factory.mktemp("kubernetes") / "stock.yaml"
     file.write_text(validate(["kubectl", "kustomize", KUBERNETES.parents[1] / "stock"]))
     return file
@@ -91,7 +91,7 @@ def pod(manifest: Path = KUBERNETES) -> Any:
 
 
 def flags_of_server(file: Path) -> list[str]:
-    """Return the flags behind ``sglang serve``."""
+    """Return the flags after ``sglang serve``."""
     if file == KUBERNETES:
         [server] = pod()["containers"]
         words = [*server["command"], *server["args"]]
@@ -158,7 +158,7 @@ def test_verify_runs_what_is_served() -> None:
     verifying = job["spec"]["template"]["spec"]
     [verify] = verifying["containers"]
     assert verifying["volumes"] == pod()["volumes"]
-    assert verify["env"] == server["env"][1:]  # but the switch
+    assert verify["env"] == server["env"][1:]  # except the switch
     assert verify["args"][0] == server["args"][0]
     for name in ("image", "resources", "volumeMounts"):
         assert verify[name] == server[name]

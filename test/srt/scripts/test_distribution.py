@@ -48,7 +48,7 @@ def run(*command: str | Path) -> str:
 def built(uv: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return the wheel, and the source distribution from which it is built."""
     folder, copy = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("checkout")
-    # Of a copy: building writes into the checkout.
+    # From a copy: building writes into the checkout.
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, copy)
     shutil.copytree(REPO / NAME, copy / NAME, ignore=shutil.ignore_patterns("__pycache__"))
@@ -81,7 +81,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
 
 
 def test_what_developers_need_is_not_published(built: tuple[Path, Path]) -> None:
-    """They are in dependency groups; the commands need nothing beside SGLang."""
+    """They are in dependency groups; the commands need nothing besides SGLang."""
     with zipfile.ZipFile(built[0]) as wheel:
         [metadata] = (name for name in wheel.namelist() if name.endswith("/METADATA"))
         extras = message_from_bytes(wheel.read(metadata)).get_all("Provides-Extra")
@@ -105,7 +105,7 @@ def test_installed_where_nothing_else_is(
 ) -> None:
     """SGLang finds the entry point; without SGLang loading it says so, and imports nothing.
 
-    Both can be installed without a network, the source where setuptools is there.
+    Both can be installed without a network, the source distribution if setuptools is installed.
     """
     assert VERSION is not None
     run(uv, "venv", "--python", sys.executable, tmp_path / "env")

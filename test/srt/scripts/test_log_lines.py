@@ -1,6 +1,6 @@
 """Log lines of the package and docs/log.md, which must agree.
 
-What other pages quote of reasons and outcomes is what the package says.
+Reasons and outcomes that other pages quote must be in the package.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_reasons_that_are_explained_can_be_given(after: str) -> None:
     assert not_said(quotes_in("not_active.md", after), texts_in_the_package()) == []
 
 
-def test_a_reason_that_nobody_gives_is_missed() -> None:
+def test_a_reason_that_nobody_gives_is_found() -> None:
     said = texts_in_the_package()
     assert not_said(["rows of ... may depend on the weather"], said)
     assert not_said(["rows of ... may depend on each other"], said) == []

@@ -44,8 +44,10 @@ def written() -> dict[str, Any]:
 
 
 def misses_on_a_gpu() -> list[float]:
-    """Return errors of our prefills on the H200 with the fitted values: ratios, and stock's time
-    where it is not the host's."""
+    """Return errors of our prefills on the H200 with the fitted values.
+
+    They are those of the ratios and, where the device limits it, of stock's time.
+    """
     values, found = SimpleNamespace(**written()["fitted"]), []
     for case in predict.list_cases():
         if case.file and case.what == "forward" and case.ways[1] != "stock replayed":

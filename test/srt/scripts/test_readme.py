@@ -16,7 +16,7 @@ from scripts.environment import REPO
 from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.loading import unsupported
 
-#: How far a proof goes -> the folders of its tests in ``test/srt``.
+#: Level of evidence -> the folders of its tests in ``test/srt``.
 LEVELS = {
     "real server": {"server"},
     "ModelRunner": {"triton", "forward"},
@@ -79,7 +79,7 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
 
 
 def test_files_that_only_a_release_runs_are_listed() -> None:
-    """A documented promise must rest on a test that ordinary runs have."""
+    """test/README.md names the files that run only with ``--all``."""
     listed = (REPO / "test" / "README.md").read_text()
     files = []
     for path in (REPO / "test" / "srt").rglob("test_*.py"):
@@ -89,7 +89,7 @@ def test_files_that_only_a_release_runs_are_listed() -> None:
     assert [name for name in files if f"`{name}`" not in listed] == []
 
 
-def test_a_missing_test_is_missed() -> None:
+def test_a_missing_test_is_found() -> None:
     there = ["scripts/test_readme", "scripts/test_readme::test_every_*"]
     absent = ["unit/test_nothing", "scripts/test_readme::test_nothing", "unit/test_readme"]
     assert missing_tests(there + absent) == absent

@@ -22,7 +22,7 @@ def test_every_folder_is_run() -> None:
 
 
 @pytest.mark.release
-@pytest.mark.skipif(not releases.records_prefills(), reason="with prefill graphs of SGLang 0.5.23")
+@pytest.mark.skipif(not releases.records_prefills(), reason="needs SGLang 0.5.23's prefill graphs")
 def test_tests_that_wait_for_a_gpu_run_without_one() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", str(PREFILL_REPLAYS)]
     env = {**os.environ, "YOCO_TEST_GPU": "cpu", "OMP_NUM_THREADS": "1"}

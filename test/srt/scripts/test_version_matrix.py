@@ -44,7 +44,7 @@ def test_everything_names_the_same_newest_release() -> None:
     assert f", in {NEWEST} |" in (environment.REPO / "docs" / "modes.md").read_text()
 
 
-def test_each_week_all_of_them_are_tried_and_what_came_out_since() -> None:
+def test_supported_and_newer_releases_are_tried_each_week() -> None:
     """A range that names a pre-release admits pre-releases; another one does not."""
     workflow = (environment.REPO / ".github" / "workflows" / "releases.yml").read_text()
     [listed] = re.findall(r"sglang:\s+\[(.*)\]", workflow)
@@ -64,7 +64,7 @@ pathlib.Path("environment.json").write_text(json.dumps(dict(os.environ)))
 
 
 @pytest.mark.parametrize("name", ["newest", "prerelease", NEWEST])
-def test_what_nobody_has_tested_is_wanted(
+def test_an_untested_release_gets_the_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Its tests would see stock without the setting."""
@@ -79,7 +79,7 @@ def test_what_nobody_has_tested_is_wanted(
 
 
 @pytest.mark.parametrize("name", version_matrix.FILES)
-def test_the_matrix_runs_tests_that_there_are(name: str) -> None:
+def test_the_matrix_runs_tests_that_exist(name: str) -> None:
     assert (environment.REPO / "test" / "srt" / name).exists()
 
 

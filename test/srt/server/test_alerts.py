@@ -1,6 +1,6 @@
 """Alerts: promtool evaluates the rules on servers' metrics.
 
-promtool is of Debian's package ``prometheus``; test/README.md says how to have it without a daemon.
+promtool is in Debian's package ``prometheus``; test/README.md says how to get it without a daemon.
 """
 
 from __future__ import annotations

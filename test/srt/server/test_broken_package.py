@@ -25,7 +25,7 @@ def _narrow(tail):
     tail.forward_decode = forward_decode
     return tail
 """
-# In ``loading/runner_setup.py`` these become those: the tail's window is one key short, what most
+# Replacements in ``loading/runner_setup.py``: the tail's window becomes one key short, which most
 # tolerances would hide.
 BUILT = "compat.attention.build_backend(runner, model.layers)"
 CHANGES = {

@@ -1,8 +1,7 @@
 """A server with default settings: the measured rule decides which prefills pay.
 
-All other servers of the tests skip whatever they can. The stock server is the one that those are
-compared with too, for it has no rule. ``test_workload`` sends this server requests of all kinds at
-once.
+All other servers of the tests skip whatever they can. The stock server has no rule, so all are
+compared with the same one. ``test_workload`` sends this server requests of all kinds at once.
 """
 
 from __future__ import annotations

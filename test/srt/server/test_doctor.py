@@ -142,7 +142,7 @@ def test_nothing_is_started_or_left(answers: Answers) -> None:
 
 @pytest.fixture(scope="module")
 def with_secrets(served: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    """Return reports on servers with secrets: for people, and in JSON of those with a file."""
+    """Return reports on servers with secrets: as text for flags, as JSON for files."""
     directory = tmp_path_factory.mktemp("secrets")
     calls = {}
     for name, flags in typed_secrets.FLAGS.items():
@@ -187,7 +187,7 @@ AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
 def test_prefill_graphs(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_repaired: bool
 ) -> None:
-    """They are judged as at start: given by the operator, by a plugin, and not switched off."""
+    """As at start: the operator must name the backend, and the plugin and its setting be on."""
     named = given.get("named", "breakable")
     monkeypatch.setattr(patch, "installed", given.get("installed", True))
     report = Report()

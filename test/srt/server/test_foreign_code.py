@@ -1,6 +1,6 @@
 """Servers with third-party code that sees their rows: they run as stock, and ``status`` says why.
 
-``forward/test_classes`` has what is foreign, kind by kind.
+``forward/test_classes`` has the kinds of third-party code.
 """
 
 from __future__ import annotations

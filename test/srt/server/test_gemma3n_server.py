@@ -34,7 +34,7 @@ def cut(rows: int, kept: int) -> list[int]:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("gemma3n")
     checkpoint = gemma3n.write_checkpoint(directory / "checkpoint", SHAPE, multimodal=True)
-    # SGLang warms a multimodal server up with an image; this model's tower is none of its kind.
+    # SGLang's warmup sends an image to a multimodal server; this model's tower is a stub.
     with pair(checkpoint, directory, "--skip-server-warmup") as both:
         yield both
 

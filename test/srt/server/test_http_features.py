@@ -157,7 +157,7 @@ def test_audio(servers: Pair) -> None:
 
 
 def test_media_of_several_kinds(servers: Pair) -> None:
-    """Sounds of several lengths, two of them in one message, are sent along with pictures."""
+    """Audio of several lengths, twice in one message, is sent along with pictures."""
     tone, later = sound(220.0), sound(440.0, 1.3)
     picture_, question = picture("purple")
     contents = [tone, later, [*sound(330.0, 0.2), *later], [picture_, *tone]]

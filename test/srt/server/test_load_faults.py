@@ -44,7 +44,7 @@ def forked_output_of(code: str, directory: Path, **environment: str) -> str:
 
 
 def output_beside(name: str, code: str, directory: Path) -> str:
-    """Return the output of a process that loads the plugins, this one among them, before ours."""
+    """Return the output of a process that loads all plugins, this one before ours."""
     path = python_path(plugin(directory / "path", name, code))
     return forked_output_of(LOAD, directory, PYTHONPATH=path)
 
@@ -164,8 +164,9 @@ def test_excluded_by_the_operator(tmp_path: Path) -> None:
 
 
 def test_loading_writes_nothing_and_leaves_the_metrics_client_alone(tmp_path: Path) -> None:
-    """A read-only disk is no fault. The client, once imported, no longer learns from SGLang
-    where processes share their metrics.
+    """Loading works on a read-only disk, and does not import the metrics client.
+
+    Once it is imported, SGLang can no longer tell it where processes share their metrics.
     """
     watch = """
 import os, sys

@@ -59,10 +59,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("files", CONFIGURATIONS)
-def test_each_line_is_once_where_sglangs_are(
+def test_each_line_appears_once_where_sglangs_do(
     tiny_checkpoint: Path, tmp_path: Path, files: str
 ) -> None:
-    """Without a configuration in the output; with a handler on one logger; and on the root too."""
+    """In the output by default; else in the files of a logger's handler, and of the root's."""
     config, output = tmp_path / "logging.json", tmp_path / "output.log"
     env = {**os.environ, "MODEL": str(tiny_checkpoint)}
     if CONFIGURATIONS[files]:

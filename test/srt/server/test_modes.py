@@ -78,7 +78,7 @@ def test_input_logprobs_without_generation(servers: Pair) -> None:
 def drafting(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Run servers on some tensor-parallel ranks, with an assistant that drafts ahead.
+    """Yield servers on one or two tensor-parallel ranks, with an assistant that drafts ahead.
 
     The fast one replays what verifies drafts, and the tails of its prefills.
     """
@@ -104,7 +104,7 @@ def compare_drafts(servers: Pair, ask: Callable[[Server], list[Any]]) -> Compare
 def test_drafts(drafting: Pair, off_server: Server) -> None:
     """Tokens and accepted lengths are equal; the assistant starts from the prompt's last row.
 
-    And the same tokens as of a server that drafts nothing.
+    A server without drafts gives the same tokens.
     """
     prompts = prompts_of(50, 7, 300)
     both = compare_drafts(drafting, lambda server: drafted(server, prompts))
@@ -113,8 +113,8 @@ def test_drafts(drafting: Pair, off_server: Server) -> None:
         wrong += histogram[0]
         right += sum(histogram[1:])
         assert outputs(off_server, prompt, max_new_tokens=24) == [answer]
-    assert right, "both ways lead on from the prefill's K and V"
-    assert wrong
+    assert right, "no draft was accepted"
+    assert wrong, "no draft was rejected"
     # Drafts are verified by the stock forward: of every one of them a row is read.
     for server in drafting:
         assert server.verifications()

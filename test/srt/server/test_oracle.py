@@ -1,7 +1,7 @@
 """The server with the fast path on against Hugging Face's Gemma 4, same checkpoint, both in fp32.
 
-Of every prompt is proven first that the fast path was active, then that the log-probabilities of
-its next token agree over the whole vocabulary.
+For every prompt it is asserted first that the fast path was active, then that the log-probabilities
+of its next token agree over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_prompt(on_server: Server, oracle: Gemma4ForConditionalGeneration, lengt
 def test_cached_prefix(
     on_server: Server, oracle: Gemma4ForConditionalGeneration, cached: int, new: int
 ) -> None:
-    """Their beginning is in the cache: rows are skipped in two forwards before the end."""
+    """The first part is cached by an earlier request; the rest is cut after that prefix."""
     prompt = tokens(cached + new, seed=cached)
     answers(on_server, prompt[:cached])
     [got], [prefill] = answers(on_server, prompt)

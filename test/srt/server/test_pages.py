@@ -1,6 +1,6 @@
 """Servers whose cache has pages of 16 and of 64 tokens.
 
-What is cached ends at a page's border, so the tail's rows begin anywhere in a page. The pages of 64
+What is cached ends at a page boundary, so the tail's rows begin anywhere in a page. The pages of 64
 come with a small pool, which runs full, without overlap of scheduling and compute, and with an
 attention backend that the tail does not run on: it requires such pages.
 """
@@ -81,14 +81,14 @@ def test_attention_backends(paged: Paged) -> None:
 
 
 def test_prompts(paged: Paged) -> None:
-    """They end one token before a page's border, at it and after it."""
+    """They end one token before a page boundary, at it and after it."""
     size = paged.size
     assert_alike(paged.both, one_by_one(*prompts_of(2, 50, size - 1, size, size + 1, 2 * size + 1)))
 
 
 @pytest.mark.parametrize(("beyond", "new"), [(-1, 40), (0, 1), (0, 2), (7, 40)])
 def test_cached_prefix(paged: Paged, beyond: int, new: int) -> None:
-    """A first prompt ends at a border of pages or beside it, and a second one continues it.
+    """A first prompt ends at a page boundary or beside it, and a second one continues it.
 
     Of the first one whole pages alone are cached: the second computes the rest of it again.
     """
@@ -102,7 +102,7 @@ def test_cached_prefix(paged: Paged, beyond: int, new: int) -> None:
 
 
 def test_batch_with_cached_prefixes(paged: Paged) -> None:
-    """Requests share pages and a forward, one of them alone with its prompt."""
+    """Requests that share pages, and others that share none, run in one forward."""
     prefix = tokens(150, seed=53)
     prompts = prompts_of(CHUNK + 30, 9)  # while the long one is computed the others arrive
     for n in (paged.size, 2 * paged.size - 1, 150):
@@ -117,7 +117,7 @@ def test_batch_with_cached_prefixes(paged: Paged) -> None:
     )
 
 
-def test_input_logprobs_over_a_border(paged: Paged) -> None:
+def test_input_logprobs_over_a_page_boundary(paged: Paged) -> None:
     """The kept suffix begins in one page and ends in another."""
     length, start = 2 * paged.size + 3, 2 * paged.size - 4
     ask = one_by_one(tokens(length, seed=56), logprob_start_len=start)

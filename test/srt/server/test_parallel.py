@@ -38,7 +38,7 @@ def both_servers(ranks_server: Server, off_server: Server) -> Pair:
 def compare(
     servers: Pair, ask: Callable[[Server], list[Answer]], *, close_calls: int = 0
 ) -> Compared[Answer]:
-    """Assert equal answers of two ranks with equal forwards, without what audits computed."""
+    """Assert equal forwards of two ranks, audits aside, and stock's answers; return both."""
     both = compare_servers(servers, ask)
     both = replace(both, prefills=[*map(without_audit, both.prefills)])
     assert_ranks_alike(both.prefills, 2)

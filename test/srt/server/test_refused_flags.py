@@ -1,4 +1,4 @@
-"""A server whose arguments refuse it: it runs as stock, and logs why.
+"""A server with refused arguments: it runs as stock, and logs why.
 
 ``unit/test_limits`` has all such arguments.
 """
@@ -25,7 +25,7 @@ FALLBACK = "Gemma 4 fast prefill falls back to stock"
 
 
 def test_a_refused_server(off_server: Server, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Single prompts, chunks, a batch, a cached prefix and an image have all rows, same answers."""
+    """All kinds of requests compute all rows, and give the same answers."""
     short, long = prompts_of(50, 2 * CHUNK + 9)
 
     def ask(server: Server) -> list[Answer]:

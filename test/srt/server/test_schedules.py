@@ -86,7 +86,7 @@ def crowd_out(server: Server) -> None:
         (300, 60, {}, [cut(60, 1)]),
         # No row is read of the chunk that the prefix is loaded for.
         (300, CHUNK + 40, {}, [cut(CHUNK, CHUNK_KEPT), cut(40, 1)]),
-        # The kept rows are a suffix: an extend batch, which reads the donors' K and V too.
+        # The kept rows are a suffix: an extend batch, which reads the loaded K and V too.
         (200, 40, {"logprob_start_len": 230}, [cut(40, 10)]),
     ],
     ids=["one token", "a chunk", "two chunks", "input logprobs"],

@@ -1,6 +1,6 @@
 """A server's report on the fast path, in SGLang's metrics and in /server_info.
 
-On two ranks, of which one counts for both; and both audit every shortened prefill.
+On two ranks, of which one counts for both; both audit every cut prefill.
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ def test_server_info_has_the_same_numbers(measured: Server) -> None:
         assert state["reason"] is None
         assert "inside layer 3" in state["cut"]
         assert state["tail"].startswith("eager (")
-        assert Counter(state["forwards"]) == Counter(forwards)  # in which a zero is as none
+        assert Counter(state["forwards"]) == Counter(forwards)  # whose equality ignores zeros
         assert state["rows"] == series(measured, ROWS, "part")
 
 
 def test_audits(measured: Server) -> None:
-    """Each shortened prefill counts once, though both ranks have run it again."""
+    """Each cut prefill counts once, though both ranks have run it again."""
     audits = series(measured, AUDITS, "result")
     forwards = series(measured, FORWARDS, "outcome")
     cut = sum(number for outcome, number in forwards.items() if outcome in counters.CUT)
     assert audits == {"agrees": cut, "differs": 0}
     worst = single(measured, WORST)
-    assert 0 < worst < 0.5  # of what is rounding
+    assert 0 < worst < 0.5  # half of the tolerance
     for process in measured.states():
         state = process[metrics.SERVER_INFO_ENTRY]
         assert state["audits"]["agree"] == cut
@@ -101,9 +101,7 @@ def test_audits(measured: Server) -> None:
 
 
 @pytest.mark.parametrize("file", ["grafana.json", "alerts.yml"])
-def test_what_watches_the_metrics_asks_for_those_that_there_are(
-    measured: Server, file: str
-) -> None:
+def test_dashboards_and_alerts_use_existing_metrics(measured: Server, file: str) -> None:
     """Dashboards' and rules' names, labels and outcomes all exist; no prefill failed."""
     text = (REPO / "docs" / "monitoring" / file).read_text().replace('\\"', '"')
     named = set(re.findall(r"sglang:\w+", text))

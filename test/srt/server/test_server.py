@@ -1,6 +1,6 @@
 """Equality of on and off over HTTP: two real servers of one checkpoint get the same requests.
 
-Of each scenario is proven (``ask.assert_alike``), in this order: the fast path was active on one
+For each scenario ``ask.assert_alike`` asserts, in this order: the fast path was active on one
 server, by the rows that its layers computed, and on the other no row was skipped; the answers are
 the same, token by token, and their log-probabilities agree. Many requests at once are sent by
 ``test_workload``.
@@ -61,7 +61,7 @@ def test_next_turn(servers: Pair) -> None:
 
 @pytest.mark.parametrize(("chunks", "last"), [(7, 104), (1, CHUNK)])
 def test_chunked_prompt(servers: Pair, chunks: int, last: int) -> None:
-    """No row of the first chunks is read, of the last one the last row, also where it is full."""
+    """No row of the first chunks is read, and only the last row of the last one, even if full."""
     rows = [cut(CHUNK, CHUNK_KEPT)] * chunks + [cut(last, 1)]
     assert_alike(servers, one_by_one(tokens(chunks * CHUNK + last, seed=7)), rows=rows)
 

@@ -170,7 +170,7 @@ def test_an_address_without_http(capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http://localhost:port", "ftp://a"])
-def test_what_is_no_url(capsys: Captured, url: str) -> None:
+def test_an_invalid_url(capsys: Captured, url: str) -> None:
     line = refusal(capsys, url)
     assert line.startswith(f"error: {url}: no answer (")
     assert "expected http://HOST:PORT" in line
@@ -216,7 +216,7 @@ def no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_https(line: str) -> str:
-    """Return an HTTPS failure's reason as shown to users: without exceptions or Python names."""
+    """Return the line; assert that it has no exceptions and no names of Python."""
     assert not re.search(r"Error|Exception|Errno|HTTPS?Connection|\.c:|Max retries|<", line)
     return line
 
@@ -230,7 +230,7 @@ def test_a_certificate_that_is_trusted(
         for variable in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
             monkeypatch.setenv(variable, str(certificate))
             assert report(capsys, url)[0] == 0
-            # The option counts.
+            # The option takes precedence.
             monkeypatch.setenv(variable, "/no/such/file")
             assert report(capsys, url, "--cacert", str(certificate))[0] == 0
             monkeypatch.delenv(variable)
@@ -262,7 +262,7 @@ def test_a_certificate_that_is_not_trusted(certificate: Path, capsys: Captured) 
 
 
 def test_https_is_spoken_where_http_is_not(certificate: Path, capsys: Captured) -> None:
-    """Nor is HTTP where HTTPS is; and there may be no server at all."""
+    """The wrong scheme either way, or no server: the error says what to expect."""
     remedy = ": expected http://HOST:PORT, or https:// if it has a certificate"
     with http(200, ACTIVE, certificate) as url, http(200, ACTIVE) as other:
         asked = [url.replace("https", "http"), other.replace("http", "https")]

@@ -107,7 +107,7 @@ def in_this_process(checkpoint: Path, directory: Path) -> Done:
 def demonstrated(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Done:
-    """Return the results of ``verify`` on the smallest checkpoint, and of the demo."""
+    """Return the result of ``verify`` on the smallest checkpoint, or of the demo."""
     done: Done = request.param(tiny_checkpoint, tmp_path_factory.mktemp("demo"))
     return done
 
@@ -265,7 +265,7 @@ def test_stock_cannot_capture_prefills(tmp_path: Path, typed: list[str], eager: 
     assert stock.arguments == [*typed, *["--cuda-graph-backend-prefill=disabled"] * eager]
 
 
-def test_a_round_that_the_prefix_cache_answers_is_not_reported(
+def test_a_round_that_the_prefix_cache_answers_is_an_error(
     on_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No prefill is cut then, and equal answers would show nothing."""

@@ -66,8 +66,7 @@ def test_random_traffic(
     minimum: int | None,
     captured: Sequence[int],
 ) -> None:
-    """Any skipped row pays; default settings, with a threshold; and decode steps and small tails
-    are replayed."""
+    """With any skipped row enough, with the default threshold, and with a captured tail."""
     server: Server = request.getfixturevalue(name)
     answers, prefills = ask(server)
     assert_all_fast(prefills, minimum, captured)
@@ -83,7 +82,7 @@ def test_random_traffic(
 def test_random_traffic_while_the_tail_fails(
     on_server: Server, off_server: Server, stock: list[Answer]
 ) -> None:
-    """Every fourth shortened forward fails inside the tail, and stock serves it."""
+    """Every fourth cut forward fails inside the tail, and stock serves it."""
     before = len(tail_failures.so_far(on_server.failures))
     on_server.failures.write_text("4")
     try:
@@ -123,7 +122,7 @@ def changed(**fields: Any) -> Answer:
 
 
 def last_is(logprob: float) -> Answer:
-    """Return the same with another log-probability of its last token."""
+    """Return stock's answer with another log-probability of its last token."""
     return changed(positions=(*POSITIONS[:2], Position(42, logprob, {})))
 
 

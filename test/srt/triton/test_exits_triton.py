@@ -1,7 +1,7 @@
 """Early exits from captured prefills, on SGLang's own Triton backend.
 
-What only that backend has: its plan of the live batch is what the breaks before the exit read, and
-K and V of layer S-1 go to the window's slots that it has planned.
+Specific to it: the breaks before the exit read its plan of the live batch, and K and V of layer S-1
+go to the window slots that it has planned.
 """
 
 from __future__ import annotations

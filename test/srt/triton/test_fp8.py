@@ -1,9 +1,9 @@
-"""SGLang's own fp8 layers (``--quantization fp8``), and caches of another type than the weights'.
+"""SGLang's own fp8 layers (``--quantization fp8``), and a KV cache dtype unlike the weights'.
 
 Such layers have weights and activations of 8 bits. Activations are scaled row by row, so a row's
 output does not depend on the rows beside it: the fast path is as right as stock. The kernel
 that scales them is Triton's, which is why these tests run in its interpreter. The audio tower is
-left in bf16, as docs/modes.md says: SGLang cannot build it of fp8 layers.
+left in bf16, as docs/modes.md says: SGLang cannot build it from fp8 layers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_every_linear_layer_is_fp8(engine: Engine) -> None:
     assert not any(map(compat.layers.is_plain_linear, layers))
 
 
-def test_a_row_does_not_hang_on_the_rows_beside_it(engine: Engine) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it(engine: Engine) -> None:
     """One of them is a thousand times as large as the others: one scale for all would show."""
     draw = torch.Generator().manual_seed(0)
     for layer in linear_layers(engine):
@@ -103,9 +103,11 @@ def answers(seen: Observed) -> torch.Tensor:
     ids=["last rows", "input logprobs"],
 )
 def test_answers_are_as_near_as_those_of_two_chunks(engine: Engine, prompts: list[Prompt]) -> None:
-    """Attention sums a suffix, or one row, in another order than the whole prompt. If that changes
-    the last bit of a bf16 the next fp8 may be one step off: in the tail, and in stock's chunks as
-    well. Both are such errors, so neither is much larger than the other."""
+    """The fast path is about as far from stock as stock in two chunks is.
+
+    Attention sums a suffix, or one row, in another order than the whole prompt. If that changes the
+    last bit of a bf16 number, the next fp8 number may be one step off, in the tail as in chunks.
+    """
     stock, fast = assert_fast(
         engine, prompts, tolerance=math.inf, projected=projections(engine, prompts)
     )
@@ -141,14 +143,14 @@ TYPES = {
 def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
     """Stock fails as it does without the package: with an error at the first shared layer.
 
-    There SGLang's own forward hands K and V that are read back to its kernel in the cache's type,
-    which the kernel refuses, in the interpreter as on a GPU.
+    There SGLang's own forward reads K and V back from the cache, and its kernel refuses their
+    dtype, in the interpreter as on a GPU.
     """
     checkpoint = write_checkpoint(tmp_path, INTERPRETED)
     engine = Engine(checkpoint, **ENGINE, kv_cache_dtype=name)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
     assert str(get_state(engine.text_model).unsupported) == (
-        f"a KV cache of {TYPES[name]} beside weights of torch.float32"
+        f"a KV cache of {TYPES[name]} with weights of torch.float32"
     )
     for switch in ("0", "1"):
         seen, scheduled = Observed(), engine.schedule(batch_of((0, 20), (0, 7)))

@@ -19,7 +19,7 @@ from sglang_gemma4_yoco.models import gemma4
 @pytest.mark.parametrize("rows", [3, 260])  # above 256 rows a program walks over all heads
 @pytest.mark.parametrize("width", [64, 256])
 def test_one_kind_of_heads_is_normed_in_place(rows: int, heads: int, width: int) -> None:
-    """Rows are columns of a projection's output, so they are not contiguous."""
+    """Keys are a slice of a projection's columns, so they are not contiguous."""
     torch.manual_seed(0)
     projected = torch.randn(rows, 2 * heads * width)
     keys, values = projected.split(heads * width, dim=1)

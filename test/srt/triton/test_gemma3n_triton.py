@@ -51,7 +51,7 @@ def test_beside_another_backend(checkpoint: Path) -> None:
     found = check.check_model(engine.runner, state_of(engine))
     assert found.worst is not None
     assert found.worst.excess < 0.5
-    # The window's own key less, as the runner would plan it.
+    # One key less, as the runner would plan it.
     tail.sliding_window_size = WINDOW - 1
     assert not check.check_model(engine.runner, state_of(engine)).agrees
 

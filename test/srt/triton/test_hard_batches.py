@@ -1,7 +1,7 @@
 """On equals off on SGLang's own Triton backend, for batches chosen to be hard.
 
 Tiny models whose windows are shorter than most prompts, and slots in random order: none has the
-same number in the full pool and in the window's. Each batch is played off and on, over a cache that
+same number in the full pool and in the window's. Each batch is run off and on, over a cache that
 is emptied in between: its prefill, what is left of its unfinished prompts, and two decode steps
 after the same tokens. Both sides must leave the same bytes in the cache and give the same answers;
 the fast one must first be shown to be fast, by the rows of every layer's FFN and attention, and to
@@ -53,8 +53,7 @@ from sglang_gemma4_yoco.patched import patched
 
 interpreter.make_quick()
 
-# s for a layer with a window, f for one without; the shared layers are parted off. A donor is cut
-# that has a window, and one that has none.
+# s: layer with a window, f: without; shared layers are set apart. One donor has a window, one none.
 SHAPES = {
     "two pools": TWO_POOLS,
     "pages of four": replace(TWO_POOLS, sliding_window=6, seed=4),
@@ -72,7 +71,7 @@ SHAPES = {
 
 
 def prompt(cached: int, new: int, **more: Any) -> Prompt:
-    """Return one request, whose tokens are drawn by its lengths."""
+    """Return one request, whose tokens are seeded by its lengths."""
     draw = random.Random(f"{cached} {new}")
     return Prompt(tokens(draw, cached), tokens(draw, new), **more)
 
@@ -166,7 +165,7 @@ def cases() -> Iterator[Any]:
 
 # SGLang's own, which is replaced while the tail is planned.
 _WINDOW_PLANNER = triton_backend.update_sliding_window_buffer
-_played: dict[tuple[str, str], list[Observed]] = {}
+_stock_runs: dict[tuple[str, str], list[Observed]] = {}
 _last_engine: dict[str, Engine] = {}
 
 
@@ -199,7 +198,7 @@ def set_up(engine: Engine, tail: str) -> None:
         record_tail(engine, MOST_CAPTURED)
 
 
-def play(
+def run_batch(
     engine: Engine,
     prompts: list[Prompt],
     switch: str,
@@ -210,7 +209,8 @@ def play(
     """Run a batch: its prefill, that of unfinished prompts' rest, and two decode steps.
 
     Args:
-        stock: what the stock side did, where this is the other one.
+        prefix: the switch with which cached tokens are computed.
+        stock: the stock run of this batch, if this is the fast one.
     """
     before = iter(stock)
     batch = engine.schedule(prompts, prefix=prefix)
@@ -236,11 +236,11 @@ def assert_shuffled(engine: Engine, slots: torch.Tensor) -> None:
 
 def stock_of(engine: Engine, shape: str, name: str, prompts: list[Prompt]) -> list[Observed]:
     """Return the stock forwards of a batch, which are the same for either tail."""
-    if (shape, name) not in _played:
-        seen = play(engine, prompts, "0")
+    if (shape, name) not in _stock_runs:
+        seen = run_batch(engine, prompts, "0")
         assert_stock(engine, prompts, seen[0])
-        _played[shape, name] = seen
-    return _played[shape, name]
+        _stock_runs[shape, name] = seen
+    return _stock_runs[shape, name]
 
 
 def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Observed) -> None:
@@ -268,7 +268,7 @@ def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Obse
 
 
 def is_replayed(prompts: Sequence[Prompt], wanted: Expected) -> bool:
-    """Return True if a batch with these expectations of an eager tail has a graph."""
+    """Return True if a batch is replayed; ``wanted``: what is expected of it with an eager tail."""
     decodes = wanted.tail_mode == "DECODE"
     return decodes and not skips_tail(prompts) and len(prompts) <= MOST_CAPTURED
 
@@ -306,7 +306,7 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
     set_up(engine, tail)
     # With the captured tail the cached tokens too are computed by the fast path.
     prefix = str(int(tail == CAPTURED))
-    fast = play(engine, prompts, "1", prefix=prefix, stock=stock)
+    fast = run_batch(engine, prompts, "1", prefix=prefix, stock=stock)
     stock_before = any(p.cached for p in prompts) and prefix == "0"
     assert (SWITCHED_OFF in counters.served.forwards) == stock_before, counters.served.forwards
     assert counters.FAILED not in counters.served.forwards
@@ -359,7 +359,7 @@ def tables_rewritten_once_planned(engine: Engine) -> Iterator[None]:
 @pytest.mark.parametrize("engine", ["two pools"], indirect=True)
 @pytest.mark.parametrize("tail", [EAGER, pytest.param(CAPTURED, marks=pytest.mark.release)])
 def test_no_table_is_read_once_a_batch_is_planned(engine: Engine, tail: str) -> None:
-    """Nor does the donor, whose K and V go to window slots that were looked up before."""
+    """The donor reads none either: window slots for its K and V were looked up before."""
     name = "prefixes at the window"
     prompts = hard_batches(SHAPES["two pools"].sliding_window)[name]
     stock = stock_of(engine, "two pools", name, prompts)

@@ -82,7 +82,7 @@ def compare(engine: Engine, batch: Any, kept: int) -> tuple[Observed, torch.Tens
     return stock, before
 
 
-def hangs_on_the_mask(engine: Engine, batch: Any, stock: Observed) -> list[bool]:
+def depends_on_the_mask(engine: Engine, batch: Any, stock: Observed) -> list[bool]:
     """Return for each prompt True if stock's answer changes without its images' masks."""
     with without_masks(engine), masks(engine) as seen:
         causal = run(engine, batch, "0")
@@ -105,12 +105,12 @@ def test_image(engine: Engine, name: str) -> None:
     has_image = []
     for prompt in prompts:
         has_image.append("<|image|>" in prompt.text)
-    assert hangs_on_the_mask(engine, batch, stock) == has_image
+    assert depends_on_the_mask(engine, batch, stock) == has_image
 
 
 @pytest.mark.parametrize("kind", ["video", pytest.param("audio", marks=RELEASE)])
 def test_what_attends_causally(engine: Engine, kind: str) -> None:
-    """Frames of videos and sounds have no masks; nor do they in Hugging Face's Gemma 4."""
+    """Video frames and audio have no masks; nor do they in Hugging Face's Gemma 4."""
     batch = media_batch(engine, MediaPrompt(f"see <|{kind}|> or?"))
     _, mask = compare(engine, batch, kept=1)
     assert mask is None
@@ -141,11 +141,11 @@ def test_chunks(engine: Engine, end: int, masked: tuple[bool, bool]) -> None:
     assert second.prefix_lens == [end]
     stock, mask = compare(engine, second, kept=1)
     assert_bidirectional(mask, second, masked[1])
-    assert hangs_on_the_mask(engine, second, stock) == [masked[1]]
+    assert depends_on_the_mask(engine, second, stock) == [masked[1]]
 
 
 def assert_bidirectional(mask: torch.Tensor | None, batch: Any, expected: bool) -> None:
-    """Assert that the mask is more than causal: SGLang writes one for every batch with an image."""
+    """Assert the mask, which SGLang writes for any image; ``expected``: whether it masks one."""
     assert mask is not None
     wanted, has_images = image_mask(batch)
     assert torch.equal(mask, wanted)
@@ -156,7 +156,7 @@ def test_an_image_in_an_unfinished_chunk_beside_a_finished_prompt(engine: Engine
     batch = media_batch(engine, TEXT, MediaPrompt(CHUNKED.text, end=-1))
     stock, mask = compare(engine, batch, kept=2)
     assert_bidirectional(mask, batch, expected=True)
-    assert hangs_on_the_mask(engine, batch, stock) == [False, True]
+    assert depends_on_the_mask(engine, batch, stock) == [False, True]
 
 
 def test_decoding_after_an_image(engine: Engine) -> None:

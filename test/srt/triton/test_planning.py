@@ -1,8 +1,8 @@
-"""The plan of the tail and of the published helper on SGLang's Triton backend: reads and files.
+"""The plan of the tail and of the PR's helper on SGLang's Triton backend: reads and files.
 
 SGLang's Triton backend reads from the device how large a window's index buffer must be, whenever it
-plans a batch; planning the tail it is given one. Its decode step by itself sees one key fewer in a
-window than its prefill does.
+plans a batch; for the tail's plan it is given one. Its decode step by itself sees one key fewer in
+a window than its prefill does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def test_a_kept_row_sees_the_whole_window(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, decodes: bool
 ) -> None:
-    """The published helper plans the runner's backend again."""
+    """The PR's helper plans the runner's backend again."""
     if not decodes:
         monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     model, main = engine.text_model, engine.runner.attn_backend

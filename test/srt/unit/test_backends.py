@@ -1,6 +1,6 @@
-"""The table of attention backends, whose every class has evidence.
+"""The table of attention backends: every class in it has evidence.
 
-What was read is written down here once more, by hand: what the package admits must be among it.
+What was reviewed is listed here once more, by hand; the package must admit nothing else.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from sglang_gemma4_yoco.models import gemma3n, gemma4
 SGLANG = Path(sglang.srt.__path__[0])
 AS_READ = pytest.mark.skipif(
     Version(version("sglang")) != compat.release.LAST_TESTED,
-    reason="what was read is of another release",
+    reason="the source of another SGLang was reviewed",
 )
 
-# Of each class where an extend step and a decode step tell the kernel how many keys before a row's
-# own it sees in a window layer: as many as the layer says. A class whose source lacks this hides no
-# key, or is told elsewhere. Triton's decode step reads the keys that its planner lists.
+# Class -> where its extend step and its decode step give the kernel the layer's window, in keys
+# before a row's own. A class whose source lacks this hides no key, or gets it elsewhere. Triton's
+# decode step reads the keys that its planner lists.
 WINDOWS = {
     TRITON: (
         "-1 if bidirectional_extend else layer.sliding_window_size",

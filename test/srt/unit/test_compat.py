@@ -87,7 +87,7 @@ def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
 def test_what_is_newer_than_the_last_tested_release(
     monkeypatch: pytest.MonkeyPatch, installed: str, is_newer: bool
 ) -> None:
-    """There the tail extends; on all others it decodes."""
+    """On these the tail runs in extend mode, on all others in decode mode."""
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.23"))
     monkeypatch.setattr(compat.release, "_RELEASE", compat.release.find_release(installed))
     assert compat.release.is_newer_than_tested() == is_newer

@@ -1,4 +1,4 @@
-"""The gate: reasons to refuse SGLang's batches, and the threshold that pays.
+"""Eligibility: why SGLang's batches run as stock, and from which threshold a cut pays.
 
 Batches are SGLang's own ``ForwardBatch``; the model is a stand-in with the real class's fields.
 Every reason for which a batch is refused has a row here. ``forward/test_refused`` shows that a
@@ -60,7 +60,7 @@ def a_mode(name: str) -> Refusal:
 SUFFIXES = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 3, 2]}
 ONES = {"extend_seq_lens_cpu": [1, 1, 1], "extend_num_tokens": 3, "input_ids": torch.arange(3)}
 FULL = {"capture_hidden_mode": CaptureHiddenMode.FULL}
-# A field that refuses a batch where it is set: a value, and the reason.
+# Fields with which a batch is refused: a value, and the reason.
 FIELDS: dict[str, tuple[object, Refusal]] = {
     "spec_info": (SimpleNamespace(), eligibility.SPECULATIVE),
     "return_hidden_states_before_norm": (True, eligibility.HIDDEN_STATES),
@@ -70,7 +70,7 @@ FIELDS: dict[str, tuple[object, Refusal]] = {
     "replace_embeds": (torch.zeros(2, 4), Refusal("replaced embeddings")),
     "full_prefill_cuda_graph_capture": (True, eligibility.CAPTURING),
 }
-# Of three prompts with 3, 4 and 2 new tokens: what the host says instead.
+# Missing or contradictory lengths on the host, for prompts of 3, 4 and 2 new tokens.
 UNKNOWN: dict[str, dict[str, Any]] = {
     "no list of new tokens": {"extend_seq_lens_cpu": (3, 4, 2)},
     "no list of cached ones": {"extend_prefix_lens_cpu": None},
@@ -242,7 +242,7 @@ def test_too_few_rows_to_skip(
         (True, True, SUFFIXES, eligibility.TOO_LITTLE),  # no bucket has room for these
     ],
 )
-def test_the_gate_knows_how_the_tail_runs(
+def test_eligibility_depends_on_how_the_tail_runs(
     setting: Callable[..., None],
     on_gpu: bool,
     captured: bool,
@@ -267,7 +267,7 @@ def test_the_gate_knows_how_the_tail_runs(
     ("device", "on_gpu"), [("cpu", False), ("cuda", True), ("cuda:1", True), ("xpu", True)]
 )
 def test_an_eager_tail_pays_later_on_a_gpu(device: str, on_gpu: bool) -> None:
-    """GPUs of each maker: the host launches kernels, as CUDA's does."""
+    """On GPUs of any vendor the host launches kernels one by one, as with CUDA."""
     attention: Any = SimpleNamespace(tail=SimpleNamespace(device=device))
     assert ModelState(model(), gemma4, None, attention).on_gpu is on_gpu
 
@@ -344,7 +344,7 @@ def test_every_field_that_is_read_must_exist() -> None:
     assert read.union(eligibility.INELIGIBLE_FIELDS) <= {*compat.names._FIELDS}
 
 
-def test_each_field_refuses_for_its_reason() -> None:
+def test_each_field_has_its_reason() -> None:
     reasons = {}
     for name, (_, reason) in FIELDS.items():
         reasons[name] = reason

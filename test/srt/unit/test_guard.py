@@ -1,7 +1,7 @@
 """SGLang's wrapped methods, on servers and models that are not this package's.
 
-Whatever the package reads or calls there may raise: SGLang's method runs once, and its result
-arrives. These are all its methods: one that is wrapped elsewhere is found.
+Whatever the package reads or calls there may raise: SGLang's method runs once, and its result is
+returned. The last test asserts that no other method of SGLang is wrapped.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ERRORS = pytest.mark.parametrize("error", [InjectedError, KeyboardInterrupt])
 
 
 @contextmanager
-def raised_unless_an_error(error: type[BaseException]) -> Iterator[None]:
-    """Assert that no error leaves the block; an exit must, with several ranks too."""
+def only_exits_raised(error: type[BaseException]) -> Iterator[None]:
+    """Assert that the block raises ``error`` only if it is an exit; with several ranks too."""
     with mock.patch.object(compat.server, "is_single_rank", return_value=False):
         if issubclass(error, Exception):
             yield
@@ -78,7 +78,7 @@ def test_objects_that_cannot_be_read(
         return unreadable
 
     given = (unreadable,) * 4
-    with raised_unless_an_error(error):
+    with only_exits_raised(error):
         assert WRAPS[place](stock)(*given) is unreadable
         assert calls == [given]
         assert len(said(logging.ERROR)) == 1
@@ -95,7 +95,7 @@ def text_model_without_a_tail() -> Any:
 
 
 def another_server(name: str) -> list[Any]:
-    """Return the arguments of such a method's call, with the object that it is called on."""
+    """Return the arguments, self included, of this method's call on another model's server."""
     if name == "forward":
         return [
             text_model_without_a_tail(),
@@ -150,7 +150,7 @@ def test_each_call_fails(
             if reached == chosen:
                 raise error
 
-        with raised_unless_an_error(error):
+        with only_exits_raised(error):
             run_watched(place, fail)
             assert len(said(logging.ERROR)) == before + 1, site
 

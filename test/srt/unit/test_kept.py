@@ -75,7 +75,7 @@ def test_every_field_of_the_tails_batch_describes_the_kept_rows(
 ) -> None:
     """Kernels on a CPU read few of them, others may read any.
 
-    What attention finds in a forward, ``harness.observe`` compares in every test of ``forward/``.
+    ``harness.observe`` compares what attention finds in every test of ``forward/``.
     """
     batch = eligible_batch(
         return_logprob=True,

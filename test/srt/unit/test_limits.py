@@ -48,16 +48,16 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 NAMES_CHANGE = pytest.mark.skipif(
     Version(version("sglang")) != compat.release.LAST_TESTED,
-    reason="names come and go between releases",
+    reason="needs the names of the last tested release",
 )
 
 # ---------------------------------------------------------------- arguments that refuse
 
 DRAFTS = {"speculative_algorithm": "FROZEN_KV_MTP"}
-HIDDEN_STATES_OF_DRAFTS = f"{eligibility.HIDDEN_STATES}, beside speculative decoding"
-DRAFTS_BESIDE_ROLES = f"{eligibility.SPECULATIVE} beside prefill-decode disaggregation"
+HIDDEN_STATES_OF_DRAFTS = f"{eligibility.HIDDEN_STATES}, with speculative decoding"
+DRAFTS_BESIDE_ROLES = f"{eligibility.SPECULATIVE} with prefill-decode disaggregation"
 LAST = {"return_hidden_states_mode": "last"}
-# By reason the arguments, or in capitals environment variables, of which each refuses alone.
+# Reason -> arguments (in capitals: environment variables), of which one is enough.
 REFUSING: dict[str, dict[str, Any]] = {
     "LoRA": {"enable_lora": True},
     "pipeline parallelism (--pp-size) is not supported": {"pp_size": 2},
@@ -220,9 +220,9 @@ def test_every_argument_and_variable_is_judged_in_one_place() -> None:
 
 
 def test_every_argument_that_is_read_is_judged() -> None:
-    """``unsupported`` reads one by ``argument("its name")``; each such name is in its tables.
+    """``unsupported`` calls ``read_argument("its name")``; each such name is in its tables.
 
-    Else a newer SGLang's other name for it would not be missed.
+    Otherwise a new name for it in a newer SGLang would go unnoticed.
     """
     read = set(re.findall(r'\bread_argument\("(\w+)"\)', inspect.getsource(unsupported)))
     arguments = set()
@@ -260,7 +260,7 @@ def test_what_a_newer_release_is_given_is_judged(newer: Callable[[str], None]) -
         assert unsupported.find_server_reason() == ServerRefusal("LoRA")
 
 
-def test_names_that_there_are_and_names_that_there_are_not() -> None:
+def test_existing_and_missing_names() -> None:
     for name in ("enable_lora", "SGLANG_LOG_MS", "DUMPER_ENABLE"):
         assert compat.server.has_name(name)
         assert not compat.server.has_name(f"{name}_{'BY' if name.isupper() else 'by'}")
@@ -328,7 +328,7 @@ def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
     """A hybrid is as good as its parts."""
     reason = None
     if unproven is not None:
-        reason = ServerRefusal(f"the attention backend {unproven} is not known to be right")
+        reason = ServerRefusal(f"the attention backend {unproven} is not known to be correct")
     assert unsupported.find_backend_reason(backend, gemma4.ATTENTION) == reason
 
 
@@ -373,7 +373,7 @@ def test_a_pool(part: Any, reason: object) -> None:
         vars(pool)["dtype"] = torch.float32
         assert str(unsupported.find_pool_reason(pool, torch.float32)) == str(reason)
         if reason is None:
-            other = "a KV cache of torch.float32 beside weights of torch.bfloat16"
+            other = "a KV cache of torch.float32 with weights of torch.bfloat16"
             assert str(unsupported.find_pool_reason(pool, torch.bfloat16)) == other
 
 
@@ -393,9 +393,9 @@ class Kind:
 
     Attributes:
         apart: whether its rows are known to be independent.
-        computes: what computes it.
-        values: what it has besides.
-        place: its number.
+        computes: its ``quant_method``.
+        values: its other attributes.
+        place: its index among the four.
         amd: whether the test is of an AMD GPU.
     """
 
@@ -426,7 +426,7 @@ KINDS: dict[str, Kind] = {
     "AWQ": Kind(True, method(AWQ), scheme("AWQLinearScheme")),
     "AWQ by a scheme that is not known": Kind(False, method(AWQ), {"scheme": object()}),
     "AWQ by another method's scheme": Kind(False, method(AWQ), scheme("GPTQLinearScheme")),
-    "GGUF, which rounds few rows otherwise": Kind(False, method("GGUFLinearMethod")),
+    "GGUF, which rounds few rows differently": Kind(False, method("GGUFLinearMethod")),
     "another package's": Kind(False, method("Fp8LinearMethod", "another")),
     "an image model's": Kind(False, method("Fp8LinearMethod", "sglang.multimodal_gen.a")),
     "one that is not known": Kind(False, UNKNOWN),

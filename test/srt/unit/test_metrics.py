@@ -137,10 +137,10 @@ def test_whatever_turns_the_path_off_is_told(
     ("largest", "word"),
     [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")],
 )
-def test_a_number_that_is_not_finite_is_a_word(
+def test_a_number_that_is_not_finite_is_a_string(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The self-check's and audits' numbers become words; Prometheus keeps such numbers."""
+    """The self-check's and audits' numbers become strings; Prometheus keeps such numbers."""
     serving.report.check = CheckResult(Difference("keys", largest, 0.5)).to_json()
     counters.served.audits.worst = largest
     state = answered()

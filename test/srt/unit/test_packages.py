@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = "sglang_gemma4_yoco"
 #: From the top down: each imports from those after it alone.
-ROOMS = (
+PARTS = (
     *("__main__", "commands", "plugin", "loading", "prefill_exits", "checking", "captured"),
     *("models", "core", "compat", "counters", "refusal", "log", "patched", "settings"),
 )
@@ -20,8 +20,8 @@ def graph() -> grimp.ImportGraph:
 
 def test_imports_go_down(graph: grimp.ImportGraph) -> None:
     """No two folders import each other, and the core knows no model."""
-    assert graph.find_children(PACKAGE) == {f"{PACKAGE}.{room}" for room in ROOMS}
-    layers = [grimp.Layer(f"{PACKAGE}.{room}") for room in ROOMS]
+    assert graph.find_children(PACKAGE) == {f"{PACKAGE}.{part}" for part in PARTS}
+    layers = [grimp.Layer(f"{PACKAGE}.{part}") for part in PARTS]
     assert graph.find_illegal_dependencies_for_layers(layers) == set()
 
 
@@ -36,5 +36,5 @@ def test_no_two_files_import_each_other(graph: grimp.ImportGraph) -> None:
 
 def test_sglang_is_imported_in_one_folder_and_by_commands(graph: grimp.ImportGraph) -> None:
     importers = graph.find_modules_that_directly_import("sglang")
-    rooms = {module.split(".")[1] for module in importers}
-    assert rooms == {"compat", "commands"}
+    parts = {module.split(".")[1] for module in importers}
+    assert parts == {"compat", "commands"}

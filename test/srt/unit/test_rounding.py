@@ -44,13 +44,13 @@ def rounded_three_times(values: torch.Tensor, dtype: torch.dtype, seed: int) -> 
     return values
 
 
-# The drift is held to three standard deviations, which none of 3,000 draws exceeded, and some other
-# did: so these are the same draws each time.
+# The drift is held to three standard deviations. None of 3,000 draws exceeded that, but another one
+# may: so these are the same draws each time.
 @settings(derandomize=True, deadline=None)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(seed=st.integers(0, 10**6), outliers=st.sampled_from([1.0, 50.0]))
 def test_three_roundings_each_are_allowed(dtype: torch.dtype, seed: int, outliers: float) -> None:
-    """The docstring's figure is the bound, and no more: 0.46 of the last place for keys."""
+    """They are within the tolerance, which is not much larger than they need."""
     values = exact(seed, outliers=outliers)
     one, other = (rounded_three_times(values, dtype, seed + i).to(dtype) for i in (1, 2))
     found = compared(one, other)
@@ -60,11 +60,11 @@ def test_three_roundings_each_are_allowed(dtype: torch.dtype, seed: int, outlier
 
 
 def test_a_rounding_that_all_channels_of_a_row_share() -> None:
-    """A key's weight has such a rounding: each of 12 heads may be off by half a last place.
+    """A key's weight has such a rounding: each of 12 heads may be off by half an ulp.
 
-    Taken for independent ones, so many of them would come beyond the bound now and then.
+    If they were independent, so many of them would sometimes exceed the bound.
     """
-    scores = 1e-9  # an error that is none
+    scores = 1e-9  # a negligible error
     excess = {scores: 0.0, 0.0: 0.0}
     for seed in range(300):
         values = exact(seed, rows=12, width=256)
@@ -146,7 +146,7 @@ def test_values_of_fp32_that_cancel_in_many_heads(seed: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_what_is_no_number_is_a_defect(wrong: float) -> None:
+def test_nan_and_infinity_are_defects(wrong: float) -> None:
     values = exact(0).bfloat16()
     other = values.clone()
     other[1, 0] = wrong

@@ -1,7 +1,7 @@
 """Absence of secrets from all output of ``verify``, and from errors of all commands.
 
-``test_doctor`` has the same of ``doctor``, ``test_status`` of ``status``, ``test_verify`` of real
-servers. All look through whatever was printed and every file, so that a new output is seen too.
+``test_doctor`` tests the same for ``doctor``, ``test_status`` for ``status``, ``test_verify`` with
+real servers. All search all that was printed and every file, so that a new output is seen too.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def test_no_secret_is_in_an_error(line: str, folder: Path, capsys: Captured) -> 
         ),
     ],
 )
-def test_an_error_names_what_to_mend(line: str, said: str, capsys: Captured) -> None:
+def test_an_error_names_what_to_fix(line: str, said: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         main(line.split())
     assert said in capsys.readouterr().err

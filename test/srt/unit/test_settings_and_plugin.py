@@ -19,9 +19,9 @@ from sglang_gemma4_yoco.loading import patch
 
 
 def test_what_a_variable_says_of_its_default_is_true() -> None:
-    """Documentation explains "unset: " where there is no value for it."""
+    """A setting whose default is None explains in its help, after "unset: ", what happens then."""
     for name, setting in settings.VARIABLES.items():
-        unset = settings.unset(setting)
+        unset = settings.describe_default(setting)
         explained = "unset: " in setting.metadata["help"]
         assert (unset == "automatic") == explained == (setting.default is None)
         is_empty = setting.default == () and unset == "none"

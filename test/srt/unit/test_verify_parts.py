@@ -96,7 +96,7 @@ def test_a_base_model_continues_the_text(tokenizer: Any) -> None:
 
 
 def test_timed_prompts_share_no_first_token(tokenizer: Any) -> None:
-    """A prefix cache would have a part of the next one."""
+    """Otherwise the prefix cache would hold a part of the next one."""
     made = [prompts.make_timed(tokenizer, length, length) for length in range(1, 65)]
     ids = [prompt.body["input_ids"] for prompt in made]
     assert list(map(len, ids)) == list(range(1, 65))
@@ -246,7 +246,7 @@ def test_float32_on_a_cpu_must_be_equal() -> None:
 
 @pytest.mark.parametrize("own", [0.0, 0.02, 0.2])
 def test_elsewhere_the_noise_of_stock_is_the_measure(own: float) -> None:
-    # Of one prompt, which was sent twice: it may differ as much as stock from itself at most.
+    # One prompt, sent twice: it may differ by little more than stock does from itself.
     noise = [comparison(own), comparison(own / 2)]
     limit = 4 * own + 0.05
     assert find_problem(comparison(limit * 0.99, equal=False), noise, exact=False) is None
