@@ -72,7 +72,7 @@ def open_exits(runner: Any, state: ModelState) -> None:
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
     state.exits_are_open = checked.agrees and differ is None
     if state.exits_are_open:
-        fact, level = f"open after segment {state.cut_layer}", logging.INFO
+        fact, level = f"open after {state.cut_layer + 1} segments", logging.INFO
     else:
         reason = differ or f"the check found {checked.worst}"
         remedy = "with --cuda-graph-backend-prefill=disabled prefills are cut"

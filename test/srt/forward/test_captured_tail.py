@@ -531,7 +531,7 @@ class TestReasons:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900 << 20, 80 << 30))
         why = lifecycle.find_eager_reason(SimpleNamespace(device="cuda"), eager_state)
-        assert why == "less than 1024 MiB of the GPU are free"
+        assert why == "less than 1024 MiB of GPU memory is free: lower --mem-fraction-static"
 
     def test_what_is_known_of_the_server(self, engine: Engine, eager_state: ModelState) -> None:
         with patched(eager_state.attention, decodes=False):

@@ -97,7 +97,7 @@ def reopened(engine: Engine) -> str:
     fact = state_of(engine).report.exits
     assert fact is not None
     if state_of(engine).exits_are_open:
-        assert fact.startswith(f"open after segment {TO_THE_EXIT}")
+        assert fact.startswith(f"open after {TO_THE_EXIT} segments")
         return ""
     assert fact.startswith("closed: ")
     return fact
@@ -211,7 +211,7 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO), found_by_exits() as compared:
         assert reopened(engine) == ""
     assert compared.call_count == 1
-    line = f"exits from captured prefills are open after segment {TO_THE_EXIT}"
+    line = f"exits from captured prefills are open after {TO_THE_EXIT} segments"
     assert line in caplog.text
     found = state.report.exits_check
     assert found is not None

@@ -107,7 +107,7 @@ def test_doctor_says_which_one_serves(
     with own_fast_prefill.added(), releases.serving(args):
         preflight._judge(report, gemma4, compat.server.read_argument)
     assert report.refusals == refusals
-    said = [line for line in report.lines if "this package's serves" in line]
+    said = [line for line in report.lines if "by this package" in line]
     assert len(said) == (not flag)
 
 

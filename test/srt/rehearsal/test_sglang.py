@@ -187,7 +187,7 @@ def test_a_cut_prefill_leaves_sglangs_graph_at_the_exit(ask: Ask, batch: str) ->
     No captured prefill has room for 257 tokens.
     """
     answer = ask("exits")
-    assert answer["facts"]["exits"].startswith("open after segment 5")
+    assert answer["facts"]["exits"].startswith("open after 5 segments")
     stock, cut = answer["costs"][batch][STOCK], answer["costs"][batch][CAPTURED]
     tail = BATCHES[batch]["replayed"]
     stock_segments, cut_segments = 11, 5

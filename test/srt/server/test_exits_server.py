@@ -126,7 +126,7 @@ def test_what_it_says(both_servers: Pair) -> None:
     server, stock = both_servers
     ranks = server.resolved("tp_size")
     generate(server, tokens(50, seed=1))
-    where = f"open after segment {FIRST_CUT + 1}"
+    where = f"open after {FIRST_CUT + 1} segments"
     for words in (
         "because --cuda-graph-backend-prefill requests them",
         f"exits from captured prefills are {where}",

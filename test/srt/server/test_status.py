@@ -183,7 +183,7 @@ def test_a_key_is_asked_for_and_given(capsys: Captured, monkeypatch: pytest.Monk
         assert report(capsys, url, "--api-key", "right")[0] == 0
         monkeypatch.setenv(API_KEY, "right")
         assert report(capsys, url)[0] == 0
-        assert "wants another key" in refusal(capsys, url, "--api-key", "wrong")
+        assert "rejects this API key" in refusal(capsys, url, "--api-key", "wrong")
 
 
 def test_no_proxy_stands_between_a_machine_and_itself(

@@ -39,7 +39,7 @@ def test_a_server_of_an_untested_release(
         lines = server.log_lines(f"SGLang {compat.release.INSTALLED} ")
     assert_all_stock(prefills)
     assert (status, state["active"]) == (1, False)
-    assert f"{UNTESTED}=1 runs it after a self-check" in state["reason"]
+    assert f"{UNTESTED}=1 turns fast prefill on if its self-check passes" in state["reason"]
     assert unsupported.UNTESTED_RELEASE in state["forwards"]
     assert said.endswith(f"NOT active: {state['reason']}\n")
     [line] = lines
