@@ -259,7 +259,7 @@ def list_soak(document: Document) -> Rows:
         yield name, format_pair(stock["counts"].get(name, 0), number), "", ""
     for name, (off, on, allowed) in document["growth"].items():
         end = format_pair(stock["series"][name][-1], fast["series"][name][-1])
-        yield name, end, format_pair(off, on), allowed
+        yield name, end, format_pair(off, on), f"{allowed:.0f}"
 
 
 def list_alarms(document: Document) -> Rows:
