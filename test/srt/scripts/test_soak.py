@@ -14,6 +14,7 @@ STEP = [100.0] * 10 + [107.0] * 190  # allocated once, in the first tenth
 LATE_STEP = [100.0] * 60 + [107.0] * 140
 LEAK = [100.0 + i / 10 for i in range(200)]
 SMALL_LEAK = [100.0 + i / 60 for i in range(200)]
+MORE_LINES = [101.0 + i / 9.8 for i in range(200)]  # of a log
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,7 @@ SMALL_LEAK = [100.0 + i / 60 for i in range(200)]
         (STEP, LATE_STEP, True),
         (STEP, LEAK, False),
         (LEAK, LEAK, True),
+        (LEAK, MORE_LINES, True),
     ],
 )
 def test_growth_beyond_the_stock_servers_is_found(
@@ -40,5 +42,7 @@ def test_what_was_found() -> None:
     [path] = RESULTS.glob("soak_*.json")
     document = json.loads(path.read_text())
     assert document["problems"] == []
+    for name, series in document["stock"]["series"].items():
+        assert document["growth"][name] == [*soak.judge(series, document["fast"]["series"][name])]
     counts = document["fast"]["counts"]
     assert counts["skipped"] > counts["computed"]
