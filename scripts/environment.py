@@ -62,8 +62,7 @@ def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
             raise SetupError(f"{sys.executable} -m venv failed (Debian: apt install python3-venv)")
     free = shutil.disk_usage(venv).free
     if free < 12e9 and not any(venv.glob("lib/*/site-packages/sglang")):
-        need = f"SGLang needs about 12 GB of disk, and {venv} has {free / 1e9:.1f}"
-        raise SetupError(f"{need}: free some, or choose another place with --venv")
+        raise SetupError(f"{venv} has {free / 1e9:.1f} GB of free disk, and SGLang needs about 12")
     release = NEWEST.get(sglang, f"sglang=={sglang}")
     # Editable, so that an older environment follows the checkout.
     packages = (release, "-e", REPO, f"--group={group}")

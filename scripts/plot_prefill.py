@@ -21,6 +21,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
@@ -105,8 +106,7 @@ def draw_soak(axes: Any) -> None:
             series = document[server]["series"][name]
             grown = [size - series[len(series) // 10] for size in series]
             axes.plot(grown, style, color=f"C{number}", label=f"{name}, {server}")
-    block = document["requests"] // len(series)
-    axes.set(xlabel=f"blocks of {block} requests", ylabel="growth, kB")
+    axes.set(xlabel="blocks of requests", ylabel="growth, kB")
 
 
 def draw_line(axes: Any, label: str, points: list[dict[str, Any]]) -> None:
@@ -124,14 +124,12 @@ def draw_line(axes: Any, label: str, points: list[dict[str, Any]]) -> None:
     axes.plot(lengths, ceilings, "--", color=colour, label=f"{label}: ceiling")
 
 
+_CONTENTS = {"prefill": draw_measured, "predicted": draw_predicted, "soak": draw_soak}
+_STYLES = {".svg": "default", "_dark.svg": "dark_background"}
 #: File -> function that draws its contents, and Matplotlib's style.
 PICTURES = {
-    RESULTS.with_name("prefill.svg"): (draw_measured, "default"),
-    RESULTS.with_name("prefill_dark.svg"): (draw_measured, "dark_background"),
-    RESULTS.with_name("predicted.svg"): (draw_predicted, "default"),
-    RESULTS.with_name("predicted_dark.svg"): (draw_predicted, "dark_background"),
-    RESULTS.with_name("soak.svg"): (draw_soak, "default"),
-    RESULTS.with_name("soak_dark.svg"): (draw_soak, "dark_background"),
+    RESULTS.with_name(name + end): (_CONTENTS[name], style)
+    for name, (end, style) in product(_CONTENTS, _STYLES.items())
 }
 
 

@@ -128,21 +128,17 @@ def batch_sizes(log: str) -> dict[str, dict[str, float]]:
     found = {}
     for name, pattern in BATCHES.items():
         if sizes := [int(size) for size in pattern.findall(log)]:
-            mean = statistics.fmean(sizes)
-            found[name] = {"batches": len(sizes), "mean": mean, "largest": max(sizes)}
+            found[name] = {"batches": len(sizes), "mean": statistics.fmean(sizes)}
     return found
 
 
 def describe_run(run: dict[str, Any]) -> str:
     """Return the times and batches of one run, as one line."""
     found = summed_up([run])
-    first, between = found["ttft_ms"], found["itl_ms"]
     told = f"{run['duration']:.2f} s"
-    if first is not None:
-        told += f", first token after {first['mean']:.0f} ms (mean; "
-        told += f"median {first['50']:.0f}, p95 {first['95']:.0f}, p99 {first['99']:.0f})"
-    if between is not None:
-        told += f", {between['mean']:.0f} ms between tokens (mean)"
+    for kind in ("ttft_ms", "itl_ms"):
+        if times := found[kind]:
+            told += f"; {kind}: mean {times['mean']:.0f}, p95 {times['95']:.0f}"
     for name, sizes in run["batches"].items():
         told += f"; {name}: {sizes['mean']:.1f} (mean of {sizes['batches']})"
     return told

@@ -175,8 +175,7 @@ def describe(case: Any) -> None:
     if not case.verified:
         case.measured += "*"
     if case.predict:
-        error = round(case.predicted / case.ratio - 1, 2) + 0.0  # no -0%
-        case.expected = f"{case.predicted:.2f}x ({error:+.0%})"
+        case.expected = f"{case.predicted:.2f}x ({case.predicted / case.ratio - 1:+z.0%})"
 
 
 def measure_cpu() -> dict[str, float]:

@@ -142,11 +142,9 @@ def run_pass(
     result.injected = len(tail_failures.so_far(server.failures)) - injected
     judge_forwards(result, server.fast, server.prefills(since=mark), captured)
     growth = result.memory_end - result.memory_half
-    grown = f"memory grew by {growth / 1e6:.0f} MB in the second half"
-    result.require(growth <= FLAT_BYTES, grown)
+    result.require(growth <= FLAT_BYTES, f"memory grew by {growth:,} bytes in the second half")
     result.require(not result.used_tokens, f"{result.used_tokens} slots are held by no request")
-    leaks = "leak detected" in server.log().lower()
-    result.require(not leaks, "SGLang reports a leak; see its log")
+    result.require("leak detected" not in server.log().lower(), "SGLang reports a leak in its log")
     return result, answers
 
 

@@ -61,7 +61,7 @@ BROKEN_OFF, HELD = "requests failed", "slots still held"
 #: Settings of glibc. One heap for all threads, and 128 KiB, its default, as a fixed threshold:
 #: larger blocks go back to the system when they are freed. By default glibc raises the threshold to
 #: 32 MiB when it frees such blocks, and then keeps tens of MiB, at other times in each process.
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
 #: Counts that must be 0.
 WRONG = (BROKEN_OFF, HELD, counters.FAILED)
 
@@ -147,8 +147,9 @@ def judge(stock: Sequence[float], fast: Sequence[float]) -> tuple[float, float, 
     on one server, and after it on the other. A leak of 1 kB a request is 18 MB in 20,000 requests.
     """
     tenth = max(len(stock) // 10, 1)
-    before, after = slice(tenth, 2 * tenth), slice(-tenth, None)
-    stock_grows, fast_grows = (median(x[after]) - median(x[before]) for x in (stock, fast))
+    stock_grows, fast_grows = (
+        median(series[-tenth:]) - median(series[tenth : 2 * tenth]) for series in (stock, fast)
+    )
     step = max(abs(after - before) for before, after in pairwise(stock))
     return stock_grows, fast_grows, stock_grows + abs(stock_grows) / 20 + step
 

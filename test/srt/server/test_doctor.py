@@ -168,7 +168,7 @@ def test_no_secret_is_shown(with_secrets: dict[str, Answer], name: str, tmp_path
         assert flags.endswith(f" --device cpu --dtype float32 {flag}")
 
 
-SHORTENED = "replayed prefills are shortened, if the self-check passes"
+CUT_TOO = "replayed prefills are cut too, if the checks at start pass"
 #: Settings that may be 0 while the path is on.
 AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
 
@@ -196,7 +196,7 @@ def test_prefill_graphs(
         preflight._prefill_graphs(report, given.get("kind", gemma4))
         if is_repaired:
             [line] = report.lines
-            assert line.endswith(f"backend 'breakable': {SHORTENED}")
+            assert line.endswith(f"backend 'breakable': {CUT_TOO}")
             assert not report.refusals
         else:
             [refusal] = report.refusals
