@@ -108,7 +108,9 @@ def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | Non
     except (OSError, ValueError) as failure:  # ValueError: it is no URL
         raise CommandError(f"{url}: {explain_failure(failure)}") from None
     if reply.status_code in (401, 403):
-        raise CommandError(f"{url} rejects this API key: set {API_KEY}, or use --api-key")
+        raise CommandError(
+            f"{url} rejects this API key, or needs one: set {API_KEY}, or use --api-key"
+        )
     try:
         info = reply.json()
         return info.get("version"), [state.get(ENTRY) for state in info["internal_states"]]

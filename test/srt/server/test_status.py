@@ -179,7 +179,7 @@ def test_an_invalid_url(capsys: Captured, url: str) -> None:
 def test_a_key_is_asked_for_and_given(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API_KEY, raising=False)
     with http(401, ACTIVE) as url:
-        assert f"put it into {API_KEY}, or use --api-key" in refusal(capsys, url)
+        assert f"set {API_KEY}, or use --api-key" in refusal(capsys, url)
         assert report(capsys, url, "--api-key", "right")[0] == 0
         monkeypatch.setenv(API_KEY, "right")
         assert report(capsys, url)[0] == 0
@@ -258,7 +258,7 @@ def test_a_certificate_that_is_not_trusted(certificate: Path, capsys: Captured) 
         other = url.replace("localhost", "127.0.0.1")
         line = of_https(refusal(capsys, other, "--cacert", str(certificate)))
         assert "certificate is not valid for '127.0.0.1'" in line
-        assert "use a name that is in it" in line
+        assert "a host name that it covers" in line
 
 
 def test_https_is_spoken_where_http_is_not(certificate: Path, capsys: Captured) -> None:
