@@ -62,7 +62,7 @@ def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> S
     layer = model.layers[number]
     kind, attention = type(layer), type(layer.self_attn)
     if kind is not layer_class:
-        return ServerRefusal(f"layer {number} is a {kind.__name__}, no {layer_class.__name__}")
+        return ServerRefusal(f"layer {number} is a {kind.__name__}")
     if attention is not attention_class:
         return ServerRefusal(f"the attention of layer {number} is a {attention.__name__}")
     return None

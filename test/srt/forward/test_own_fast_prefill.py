@@ -133,6 +133,6 @@ class TestLoading:
     def test_helpers_without_the_flag(self) -> None:
         """An earlier version of that change had no flag and was on."""
         without = mock.patch.object(compat.server, "ServerArgs", SimpleNamespace)
-        refused = pytest.raises(compat.release.IncompatibleError, match="of its own")
+        refused = pytest.raises(compat.release.IncompatibleError, match="already has")
         with own_fast_prefill.added(), without, refused:
             patch.patch_sglang()
