@@ -232,8 +232,8 @@ def list_loads(document: Document) -> Rows:
     for point in document["points"]:
         off, on = point["off"], point["on"]
         load = f"{document['model']}, {point['rate']:g} requests/s, mixed chunks {point['mixed']}"
-        seconds = (statistics.median(side["seconds"]) for side in (off, on))
-        cells = [format_pair(*seconds, 1)]
+        stock, fast = (statistics.median(side["seconds"]) for side in (off, on))
+        cells = [format_pair(stock, fast, 1)]
         for kind, percentile in product(("ttft_ms", "itl_ms"), ("50", "95")):
             cell = "not seen"
             if off[kind] is not None:

@@ -7,7 +7,7 @@ affects both alike. ``sglang_gemma4_reference.workload`` has the requests: short
 prompts, shared prefixes, images, log-probabilities, streams, clients that leave, and aborts. One
 answer in twenty must match a JSON schema. After each block, when no request is left, a sample is
 taken: private memory, open files and threads of each process, and the size of the log. Both servers
-run with ``ALLOCATOR``, so that memory that is freed is no longer counted.
+run in ``ENVIRONMENT``, so that memory that is freed is no longer counted.
 
 A run passes if
 
@@ -61,7 +61,11 @@ BROKEN_OFF, HELD = "requests failed", "slots still held"
 #: Settings of glibc. One heap for all threads, and 128 KiB, its default, as a fixed threshold:
 #: larger blocks go back to the system when they are freed. By default glibc raises the threshold to
 #: 32 MiB when it frees such blocks, and then keeps tens of MiB, at other times in each process.
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
+ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "SGLANG_PLATFORM": "gemma4_cpu",
+}
 #: Counts that must be 0.
 WRONG = (BROKEN_OFF, HELD, counters.FAILED)
 
@@ -157,7 +161,7 @@ def judge(stock: Sequence[float], fast: Sequence[float]) -> tuple[float, float, 
 def main() -> int:
     """Run, print, and return the exit status."""
     args = new_load_parser(__doc__, 20_000).parse_args()
-    os.environ |= {"SGLANG_PLATFORM": "gemma4_cpu"} | ALLOCATOR
+    os.environ |= ENVIRONMENT
     try:
         document = begin_result(PRESET, "cpu", "float32") | {"requests": args.requests}
         stock, fast = soak(args, make_log_dir(args.work_dir))
