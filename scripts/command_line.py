@@ -88,7 +88,7 @@ def make_work_dir(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         (path / ".gitignore").write_text("*\n")
     except OSError as failure:
-        raise SetupError(f"--work-dir cannot be written: {failure}") from failure
+        raise SetupError(f"--work-dir cannot be written, choose another: {failure}") from failure
     return path
 
 

@@ -68,5 +68,7 @@ def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
     packages = (release, "-e", REPO, f"--group={group}")
     if run(find_uv(venv), "pip", "install", "--python", python, *packages):
         return python
-    advice = "Check network and proxy; else try another --sglang-version or Python (3.11 or later)."
-    raise SetupError(f"{release} could not be installed; what was installed is kept. {advice}")
+    raise SetupError(
+        f"{release} could not be installed; what was installed is kept. Check network and proxy; "
+        "else try another --sglang-version or Python (3.11 or later)."
+    )

@@ -138,7 +138,7 @@ def describe_run(run: dict[str, Any]) -> str:
     told = f"{run['duration']:.2f} s"
     for kind in ("ttft_ms", "itl_ms"):
         if times := found[kind]:
-            told += f"; {kind}: mean {times['mean']:.0f}, p95 {times['95']:.0f}"
+            told += f"; {kind}: " + ", ".join(f"{name} {ms:.0f}" for name, ms in times.items())
     for name, sizes in run["batches"].items():
         told += f"; {name}: {sizes['mean']:.1f} (mean of {sizes['batches']})"
     return told
@@ -192,15 +192,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--requests", default=16, help="requests of a run", **number)
     add("--concurrency", help="the most requests at a time", **number)
     add("--repeats", default=3, help="runs of each server at each rate", **number)
-    add(
-        "--prompt",
-        default=512,
-        help="tokens of the longest prompt; the shortest has half",
-        **number,
-    )
-    add(
-        "--answer", default=32, help="tokens of the longest answer; the shortest has half", **number
-    )
+    add("--prompt", default=512, help="tokens of the longest prompt, twice the shortest", **number)
+    add("--answer", default=32, help="tokens of the longest answer, twice the shortest", **number)
     add("--exact", action="store_true", help="all prompts and answers have the maximum length")
     add("--chunk", default=256, help="tokens of a chunk", **number)
     add("--server-args", default="", metavar="'...'", help="more arguments for both servers")

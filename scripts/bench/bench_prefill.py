@@ -173,10 +173,9 @@ def parse_arguments() -> argparse.Namespace:
     presets = ["E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"]
     presets += [f"{GEMMA3N}E2B_MINI", f"{GEMMA3N}E4B_MINI"]
     add("--preset", choices=presets, default="E2B_MINI", help="a model with random weights")
-    lengths = "new tokens of each prompt"
-    add("--lengths", type=parse_positive, nargs="+", default=[128, 512, 2048, 8192], help=lengths)
-    sizes = "prompts of a batch"
-    add("--batch-sizes", type=parse_positive, nargs="+", default=[1, 4], help=sizes)
+    lengths = [128, 512, 2048, 8192]
+    add("--lengths", type=parse_positive, nargs="+", default=lengths, help="tokens of a prompt")
+    add("--batch-sizes", type=parse_positive, nargs="+", default=[1, 4], help="prompts of a batch")
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
     fewest = "cut a prefill that can skip this many rows, regardless of the rule"

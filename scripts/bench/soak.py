@@ -57,17 +57,17 @@ from sglang_gemma4_yoco.commands.verify import servers
 
 SAMPLES = 200
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
-BROKEN_OFF, HELD = "requests failed", "slots still held"
+FAILED, HELD = "requests failed", "slots still held"
 #: Settings of glibc. One heap for all threads, and 128 KiB, its default, as a fixed threshold:
 #: larger blocks go back to the system when they are freed. By default glibc raises the threshold to
-#: 32 MiB when it frees such blocks, and then keeps tens of MiB, at other times in each process.
+#: 32 MiB when it frees such blocks, and then keeps tens of MiB, at different times in each process.
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "131072",
     "SGLANG_PLATFORM": "gemma4_cpu",
 }
 #: Counts that must be 0.
-WRONG = (BROKEN_OFF, HELD, counters.FAILED)
+WRONG = (FAILED, HELD, counters.FAILED)
 
 
 @dataclass
@@ -112,7 +112,7 @@ def send_block(server: servers.Server, block: Sequence[Any], seen: Seen) -> None
     for request, answer in zip(block, answers, strict=True):
         end = "requests answered"
         if has_failed(request, answer):
-            end = BROKEN_OFF
+            end = FAILED
             say(f"{server.name}: {answer}")
         elif answer.aborted:
             end = "requests interrupted"
@@ -152,10 +152,10 @@ def judge(stock: Sequence[float], fast: Sequence[float]) -> tuple[float, float, 
     """
     tenth = max(len(stock) // 10, 1)
     stock_grows, fast_grows = (
-        median(series[-tenth:]) - median(series[tenth : 2 * tenth]) for series in (stock, fast)
+        median(series[-tenth:]) - median(series[: 2 * tenth][-tenth:]) for series in (stock, fast)
     )
-    step = max(abs(after - before) for before, after in pairwise(stock))
-    return stock_grows, fast_grows, stock_grows + abs(stock_grows) / 20 + step
+    step = max((abs(after - before) for before, after in pairwise(stock)), default=0)
+    return stock_grows, fast_grows, 1.05 * stock_grows + step
 
 
 def main() -> int:

@@ -38,11 +38,11 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 CHECK_FAILED = ServerRefusal("its self-check at start failed", is_logged=False)
 UNCHECKED = "its self-check at start could not be run"
 NOT_FINITE = "stock's own answers are not finite numbers"
-NOT_SEEN = "the layers of replayed prefills cannot be observed"
+NOT_SEEN = "the layers of the check's prefills could not be observed"  # replayed, or not ours
 NOT_REPLAYED = "the captured tail was not replayed"
 RAISED = "the fast path raised an error"
 NO_NUMBERS = "logits that are not finite"
-OTHERS_SLOTS = "KV slots of other requests were written to"
+OTHERS_SLOTS = "KV slots that are not the requests' were written to"
 # Triton compiles a kernel three times: for 1 request, for a multiple of 16, and for other numbers,
 # which the comparisons use. In a cut prefill these kernels are SGLang's extend kernel before the
 # cut and, if the tail runs eagerly, the one that plans its decode step.

@@ -173,9 +173,8 @@ def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool
         # If stock's own differences are not finite, there is no limit.
         if found > limit or math.isinf(found):
             return (
-                f"log-probabilities ({what}) differ by {found:.2g} on average, at most {limit:.2g} "
-                "is allowed: "
-                f"stock differs from itself by {usual:.2g}, and by {most:.2g} at most"
+                f"log-probabilities ({what}) differ by {found:.2g} on average, and {limit:.2g} is "
+                f"allowed: stock differs from itself by {usual:.2g}, and by {most:.2g} at most"
             )
     return None
 

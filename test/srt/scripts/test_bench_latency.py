@@ -28,5 +28,5 @@ def test_times_are_reported_by_mean_and_percentiles() -> None:
     assert found["ttft_ms"]["99"] == pytest.approx(1100)
     assert found["itl_ms"]["mean"] == pytest.approx(20)
     line = bench_latency.describe_run(runs[0] | {"batches": bench_latency.batch_sizes(LOG)})
-    assert "ttft_ms: mean 200, p95 650" in line
+    assert "ttft_ms: mean 200, 50 100, 95 650, 99 1010" in line
     assert "requests of a prefill: 2.0 (mean of 2)" in line

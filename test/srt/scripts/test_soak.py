@@ -28,6 +28,7 @@ MORE_LINES = [101.0 + i / 9.8 for i in range(200)]  # of a log
         (STEP, LEAK, False),
         (LEAK, LEAK, True),
         (LEAK, MORE_LINES, True),
+        ([100.0], [101.0], True),  # a run of one block cannot show growth
     ],
 )
 def test_growth_beyond_the_stock_servers_is_found(
