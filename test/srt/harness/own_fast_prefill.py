@@ -102,7 +102,7 @@ def _make() -> dict[str, Any]:
     forward = inspect.unwrap(MODEL.forward)
     source = textwrap.dedent(inspect.getsource(forward)).replace("\n", "\n    ")
     for place, added in ((_LOOP, _CUT), (_NORM, _SCATTER)):
-        assert source.count(place) == 1, "not once in SGLang's {MODEL.__name__}.forward"
+        assert source.count(place) == 1, f"not once in {MODEL.__name__}.forward: {place!r}"
         source = source.replace(place, place + added.lstrip("\n"))
     source = source.replace(_LOOP, f"last = None\n        {_LOOP}")
     made: dict[str, Any] = {}
