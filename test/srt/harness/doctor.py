@@ -56,7 +56,7 @@ def environment(**changed: str) -> dict[str, str]:
     for name, value in os.environ.items():
         if not name.startswith(ours):
             kept[name] = value
-    return {**kept, "HF_HUB_OFFLINE": "1", **changed}
+    return {**kept, **changed}
 
 
 def doctor(

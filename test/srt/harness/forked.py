@@ -41,7 +41,9 @@ IMPORTED = (
 )
 #: The last Python release whose fork server can be started like this.
 _LAST_PYTHON = (3, 13)
-_READ_AT_IMPORT = (*("SGLANG_PLATFORM", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"),)
+_READ_AT_IMPORT = (
+    *("SGLANG_PLATFORM", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"),
+)
 _PR_SET_PDEATHSIG = 1
 
 
