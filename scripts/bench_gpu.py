@@ -17,17 +17,16 @@ Two time single prefills (``bench/bench_prefill.py``):
     prefill   16 to 32768 tokens against the ceiling, and the host's work in them
     replayed  16 to 8192 tokens that SGLang replays from CUDA graphs, with the package and without
 
-Two run single forwards in a separate process:
+One runs single forwards in a separate process, and needs CUPTI:
 
-    memory    peak memory of a prefill
-    profile   host and device time of a prefill, and its kernels; the only part that needs CUPTI
+    profile   host and device time of a prefill, and its kernels
 
 Output contract: each part prints what its script prints, and writes ``benchmark/results/
 gpu_PART_MODEL_DEVICE.json`` after each measurement. ``scripts/tables.py --write`` makes
 tables of these files. Exit status: 0 if all parts were measured; 1 if one was not.
 
     python scripts/bench_gpu.py --preset E2B
-    python scripts/bench_gpu.py --preset E4B --part prefill memory
+    python scripts/bench_gpu.py --preset E4B --part prefill profile
     python scripts/bench_gpu.py --preset E2B_TINY --device cpu    # the script itself, without a GPU
 
 Needs an environment with SGLang, this package and ``test/reference``.
@@ -45,7 +44,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,9 @@ COMMANDS = {
         "--lengths 40 --repeats 1",
     ),
 }
-LENGTHS = {"memory": (512, 8192, 32768), "profile": (16, 128, 512, 2048, 8192)}
+PROFILE = "profile"
+PROFILED_LENGTHS = (16, 128, 512, 2048, 8192)
+PARTS = (*COMMANDS, PROFILE)
 WAYS = ("off", "on")
 
 
@@ -91,21 +92,6 @@ def assert_cut(engine: Any, batch: Any, length: int) -> None:
     path, _ = path_taken(engine, batch, Load(length, batch_size=1))
     if path not in (counters.TAIL_EAGER, counters.TAIL_CAPTURED):
         raise NotActiveError(f"{length} tokens: {path}")
-
-
-def peak_memory(engine: Any, batch: Any, way: str) -> dict[str, Any]:
-    """Return the peak memory of a second prefill beyond what is in use before it, in MiB."""
-    import torch
-
-    from scripts.bench.bench_prefill import timed
-
-    timed(engine, batch, way)
-    if engine.runner.device == "cpu":  # PyTorch does not count a CPU's memory
-        return {"peak_mib": 0.0}
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    timed(engine, batch, way)
-    return {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
 
 
 def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
@@ -170,14 +156,8 @@ def device_time(events: Sequence[Any], device: str) -> dict[str, Any]:
     }
 
 
-PARTS: dict[str, Callable[[Any, Any, str], dict[str, Any]]] = {
-    "memory": peak_memory,
-    "profile": profile,
-}
-
-
-def measure_forwards(part: str, args: argparse.Namespace) -> int:
-    """Run a part of this script, alternating off and on; return the exit status."""
+def measure_profile(args: argparse.Namespace) -> int:
+    """Profile prefills, alternating off and on; return the exit status."""
     from scripts.bench import bench_prefill
 
     device = bench_prefill.choose_device(args.device)
@@ -193,10 +173,10 @@ def measure_forwards(part: str, args: argparse.Namespace) -> int:
             assert_cut(engine, engine.schedule(requests), length)
             point: dict[str, Any] = {"length": length}
             for way in WAYS:
-                point[way] = PARTS[part](engine, engine.schedule(requests), way)
+                point[way] = profile(engine, engine.schedule(requests), way)
             document["points"].append(point)
             line = write_result(args.json, document)
-            say(f"{part}, {length} tokens: off {point['off']}, on {point['on']}")
+            say(f"{length} tokens: off {point['off']}, on {point['on']}")
     print(line)
     return 0
 
@@ -213,7 +193,7 @@ def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
         if small:
             options += shlex.split(smaller)
         return [sys.executable, f"scripts/bench/{options[0]}", *options[1:], *common]
-    own = ["--measure", part, "--lengths", *map(str, LENGTHS[part])]
+    own = ["--measure", part, "--lengths", *map(str, PROFILED_LENGTHS)]
     if small:
         own = ["--measure", part, "--lengths", "40"]
     return [sys.executable, "scripts/bench_gpu.py", *own, *common]
@@ -223,12 +203,11 @@ def parse_arguments() -> argparse.Namespace:
     """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    every = [*COMMANDS, *PARTS]
     add("--preset", default="E2B", help="E2B, E4B, or a smaller random model")
-    add("--part", nargs="+", choices=every, default=every, help="what to measure")
+    add("--part", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run")
     add("--results", type=Path, default=RESULTS, help="the folder of the result files")
-    add("--measure", choices=PARTS, help=argparse.SUPPRESS)  # a part, in its own process
+    add("--measure", choices=[PROFILE], help=argparse.SUPPRESS)  # a part, in its own process
     add("--lengths", type=int, nargs="+", help=argparse.SUPPRESS)
     add("--json", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -238,7 +217,7 @@ def main() -> int:
     """Measure; return the exit status."""
     args = parse_arguments()
     if args.measure:
-        return measure_forwards(args.measure, args)
+        return measure_profile(args)
     from scripts.bench.bench_prefill import choose_device
 
     device = choose_device(args.device)

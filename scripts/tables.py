@@ -15,6 +15,7 @@ import json
 import re
 import statistics
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -217,11 +218,21 @@ def list_replayed(document: Document) -> Rows:
                 yield document["model"], length, way, seen["same_tokens"], eager, replayed
 
 
-def list_forwards(names: Sequence[str], document: Document) -> Rows:
-    """Yield figures of single forwards, off and on."""
+def list_profiles(document: Document) -> Rows:
+    """Yield times of the host and the device in single forwards, off and on."""
     for point in document["points"]:
-        pairs = [format_pair(point["off"][name], point["on"][name], 1) for name in names]
+        pairs = []
+        for name in ("host_ms", "whole_ms", "device_idle_ms", "kernels"):
+            pairs.append(format_pair(point["off"][name], point["on"][name], 1))
         yield document["model"], point["length"], *pairs
+
+
+def list_noted() -> Rows:
+    """Yield our figures of which no result file was kept."""
+    for run in tomllib.loads(NOTED.read_text())["run"]:
+        origin = f"{run['date']}, commit `{run['commit']}`, {run['machine']}"
+        for one in run["noted"]:
+            yield one["what"], one["figure"], one["source"], origin
 
 
 # ---------------------------------------------------------------- servers and checks
@@ -329,12 +340,12 @@ TRIED = {
 }
 README, SUMMARY, LONG = "README.md", "benchmark/README.md", "benchmark/results/README.md"
 GPU = "benchmark/on_a_gpu.md"
+NOTED = REPO / "benchmark" / "noted.toml"
 COMPARED = ("measured", "expected")
 REPLAYED = ("model", "tokens", "stock", "stock replayed", "captured", "both")
 REPLAYED_ON_AN_H100 = partial(list_predicted, "H100", REPLAYED, (128, 512, 2048, 8192))
 PUBLISHED = ("link", "model", "gpu", "what", *COMPARED, "differs")
 CHECKED = ("run", "model", "tokens", "way", *COMPARED)
-PROFILE = ("host_ms", "whole_ms", "device_idle_ms", "kernels")
 ON_A_CPU = partial(list_ratios, (128, 512, 2048))
 ON_A_GPU = partial(list_ratios, (512, 1024, 8192, 32768))
 TABLES = (
@@ -367,8 +378,8 @@ TABLES = (
     Table(LONG, "gpu prefill", list_prefills, "gpu_prefill_*.json"),
     Table(LONG, "gpu eager", list_prefills, "gpu_eager_*.json"),
     Table(LONG, "gpu replayed", list_replayed, "gpu_replayed_*.json"),
-    Table(LONG, "gpu memory", partial(list_forwards, ["peak_mib"]), "gpu_memory_*.json"),
-    Table(LONG, "gpu profile", partial(list_forwards, PROFILE), "gpu_profile_*.json"),
+    Table(LONG, "gpu profile", list_profiles, "gpu_profile_*.json"),
+    Table(LONG, "noted", list_noted),
 )
 
 

@@ -59,8 +59,12 @@ def _versions(report: Report) -> None:
     report.begin("Versions")
     if find_spec("sglang") is None:
         raise CommandError(NO_SGLANG)
-    found = {"version": __version__, "sglang": version("sglang"), "torch": version("torch")}
-    found["python"] = platform.python_version()
+    found = {
+        "version": __version__,
+        "sglang": version("sglang"),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+    }
     for name, release in found.items():
         report.add(name, release, **{name: release})
 
@@ -93,10 +97,11 @@ def _discovery(report: Report) -> None:
     report.entries["plugins"] = {"found": found, "restricted_to": allowed}
     report.add("found by SGLang", ", ".join(found) or "none")
     if plugin.NAME not in found:
-        missing = "the plugin is not registered in this environment"
-        report.refuse(f"{missing}: pip install --no-deps . in a checkout of it")
+        report.refuse(
+            "the plugin is not registered in this environment: pip install --no-deps . in a "
+            "checkout of it"
+        )
     if allowed is not None:
         report.add(RESTRICTION, allowed)
         if plugin.NAME not in {name.strip() for name in allowed.split(",")}:
-            wrong = f"{RESTRICTION}={allowed} leaves {plugin.NAME} out"
-            report.refuse(f"{wrong}: add it, or unset it")
+            report.refuse(f"{RESTRICTION}={allowed} leaves {plugin.NAME} out: add it, or unset it")

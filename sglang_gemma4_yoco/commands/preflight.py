@@ -113,8 +113,10 @@ def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
         return
     is_cut = patch.installed and unsupported.find_server_reason() is None
     if is_cut and adapter.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
-        condition = "replayed prefills are cut too, if the checks at start pass"
-        report.add("prefill graphs", f"backend {backend!r}: {condition}")
+        report.add(
+            "prefill graphs",
+            f"backend {backend!r}: replayed prefills are cut too, if the checks at start pass",
+        )
         return
     report.refuse(
         "SGLang does not start with prefill CUDA graphs of this model "

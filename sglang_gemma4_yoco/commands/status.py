@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     active, reason = verdict(states)
     status, line = _VERDICTS[active]
     if args.json:
-        found = {"active": active, "reason": reason, "sglang": sglang}
-        say(found | {"url": args.url, "schedulers": states})
+        found = {"active": active, "reason": reason, "sglang": sglang, "url": args.url}
+        say(found | {"schedulers": states})
     else:
         say(states, indent=1)  # null for a scheduler without an entry
         say(line.format(reason or _describe_counts(states)))
@@ -115,5 +115,7 @@ def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | Non
         info = reply.json()
         return info.get("version"), [state.get(ENTRY) for state in info["internal_states"]]
     except (ValueError, TypeError, KeyError, AttributeError):
-        problem = f"{address} answers {reply.status_code}, not as an SGLang server does"
-        raise CommandError(f"{problem}: give the server's own URL, as http://HOST:PORT") from None
+        raise CommandError(
+            f"{address} answers {reply.status_code}, not as an SGLang server does: give the "
+            "server's own URL, as http://HOST:PORT"
+        ) from None

@@ -23,7 +23,7 @@ if os.environ.get("YOCO_TEST_GPU") != "1":
 # Tensors this small gain nothing from threads that wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# No test needs Hugging Face's hub: without a network a lookup of a model would retry for 45 seconds.
+# Tests need no model hub: without a network, a lookup would be retried for 45 seconds.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Answers must be equal wherever a row can be skipped, whether that pays or not. This overrides the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -98,6 +99,14 @@ def test_a_missing_test_is_found() -> None:
 def test_the_tables_are_up_to_date() -> None:
     """If this fails: run ``scripts/tables.py --write``."""
     assert tables.main([]) == 0
+
+
+def test_noted_figures_are_those_of_their_pages() -> None:
+    for run in tomllib.loads(tables.NOTED.read_text())["run"]:
+        for noted in run["noted"]:
+            for page in noted["pages"]:
+                text = (REPO / page).read_text()
+                assert [one for one in noted["figure"].split("; ") if one not in text] == [], page
 
 
 def test_every_supported_release_has_passed() -> None:
