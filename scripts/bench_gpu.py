@@ -55,32 +55,30 @@ from scripts.environment import REPO
 from scripts.result_files import RESULTS, device_name, write_result
 from sglang_gemma4_yoco.commands.console import say
 
-#: The parts that run other scripts, and the arguments that make them small, for a trial run.
+#: The parts: their commands, and the arguments that make them small, for a trial run.
 COMMANDS = {
     "load": (
-        "bench_latency.py --rates inf --mixed off --requests 30 --prompt 7000 --answer 10 --exact"
-        " --chunk 8192",
+        "bench/bench_latency.py --rates inf --mixed off --requests 30 --prompt 7000 --answer 10"
+        " --exact --chunk 8192",
         "--requests 3 --prompt 60 --answer 3 --repeats 1",
     ),
     "latency": (
-        "bench_latency.py --rates 2 4 8 --concurrency 32 --requests 64 --prompt 8192 --answer 150"
-        " --repeats 1 --chunk 8192",
+        "bench/bench_latency.py --rates 2 4 8 --concurrency 32 --requests 64 --prompt 8192"
+        " --answer 150 --repeats 1 --chunk 8192",
         "--rates 4 --mixed off --requests 3 --prompt 70 --answer 6",
     ),
     "prefill": (
-        "bench_prefill.py --graphs tail --batch-sizes 1"
+        "bench/bench_prefill.py --graphs tail --batch-sizes 1"
         " --lengths 16 32 64 128 256 512 1024 2048 8192 32768",
         "--lengths 40 --repeats 1",
     ),
     "replayed": (
-        "bench_prefill.py --graphs prefills --batch-sizes 1 --repeats 9 --min-skipped-rows 1"
+        "bench/bench_prefill.py --graphs prefills --batch-sizes 1 --repeats 9 --min-skipped-rows 1"
         " --lengths 16 32 64 128 256 512 1024 2048 4096 8192",
         "--lengths 40 --repeats 1",
     ),
+    "profile": ("bench_gpu.py --measure profile --lengths 16 128 512 2048 8192", "--lengths 40"),
 }
-PROFILE = "profile"
-PROFILED_LENGTHS = (16, 128, 512, 2048, 8192)
-PARTS = (*COMMANDS, PROFILE)
 WAYS = ("off", "on")
 
 
@@ -183,20 +181,14 @@ def measure_profile(args: argparse.Namespace) -> int:
 
 def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
     """Return the command that measures a part in a separate process, alone on the GPU."""
-    small = args.preset.endswith("TINY")
     name = re.sub(r"[^a-z0-9]+", "-", f"{args.preset} {device_name(device)}".lower()).strip("-")
     path = os.path.relpath(args.results / f"gpu_{part}_{name}.json", REPO)
-    common = ["--preset", args.preset, "--device", device, "--json", path]
-    if part in COMMANDS:
-        command, smaller = COMMANDS[part]
-        options = shlex.split(command)
-        if small:
-            options += shlex.split(smaller)
-        return [sys.executable, f"scripts/bench/{options[0]}", *options[1:], *common]
-    own = ["--measure", part, "--lengths", *map(str, PROFILED_LENGTHS)]
-    if small:
-        own = ["--measure", part, "--lengths", "40"]
-    return [sys.executable, "scripts/bench_gpu.py", *own, *common]
+    command, smaller = COMMANDS[part]
+    script, *options = shlex.split(command)
+    if args.preset.endswith("TINY"):
+        options += shlex.split(smaller)
+    options += ["--preset", args.preset, "--device", device, "--json", path]
+    return [sys.executable, f"scripts/{script}", *options]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -204,10 +196,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--preset", default="E2B", help="E2B, E4B, or a smaller random model")
-    add("--part", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+    add("--part", nargs="+", choices=COMMANDS, default=[*COMMANDS], help="what to measure")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run")
     add("--results", type=Path, default=RESULTS, help="the folder of the result files")
-    add("--measure", choices=[PROFILE], help=argparse.SUPPRESS)  # a part, in its own process
+    add("--measure", choices=["profile"], help=argparse.SUPPRESS)  # a part, in its own process
     add("--lengths", type=int, nargs="+", help=argparse.SUPPRESS)
     add("--json", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

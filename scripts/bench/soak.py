@@ -167,7 +167,9 @@ def main() -> int:
         stock, fast = soak(args, make_log_dir(args.work_dir))
     except (SetupError, CommandError, servers.WrongPathError, OSError, ImportError) as failure:
         return failed(failure)
-    growth = {name: judge(series, fast.series[name]) for name, series in stock.series.items()}
+    growth = {}
+    for name in stock.series | fast.series:  # [0]: a process that the other server does not have
+        growth[name] = judge(stock.series.get(name, [0]), fast.series.get(name, [0]))
     problems = [name for name, (_, grows, allowed) in growth.items() if grows > allowed]
     problems += [name for name in WRONG if (stock.counts + fast.counts)[name]]
     document |= {"stock": vars(stock), "fast": vars(fast), "growth": growth, "problems": problems}

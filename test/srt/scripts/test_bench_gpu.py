@@ -37,7 +37,7 @@ def test_every_part_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = {}
-    for part in bench_gpu.PARTS:
+    for part in bench_gpu.COMMANDS:
         [path] = tmp_path.glob(f"gpu_{part}_*.json")
         document = found[part] = json.loads(path.read_text())
         assert document["model"] == "E2B_TINY"
