@@ -175,7 +175,8 @@ def describe(case: Any) -> None:
     if not case.verified:
         case.measured += "*"
     if case.predict:
-        case.expected = f"{case.predicted:.2f}x ({case.predicted / case.ratio - 1:+z.0%})"
+        error = f"{case.predicted / case.ratio - 1:+z.0%}".replace("+0%", "0%")
+        case.expected = f"{case.predicted:.2f}x ({error})"
 
 
 def measure_cpu() -> dict[str, float]:
