@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -30,7 +29,6 @@ def test_every_part_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     command = [sys.executable, bench_gpu.__file__, "--preset", "E2B_TINY", "--device", "cpu"]
     done = subprocess.run(
         [*command, "--results", str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

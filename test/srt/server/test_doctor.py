@@ -57,15 +57,14 @@ def answers(
 ) -> Answers:
     """Return the answers to all command lines, and the other findings."""
     directory = tmp_path_factory.mktemp("doctor")
-    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    tiny = (tiny_checkpoint / "config.json").read_text()
+    config = json.loads(tiny)
     config["text_config"]["num_kv_shared_layers"] = 0
     (directory / "unshared").mkdir()
     (directory / "unshared" / "config.json").write_text(json.dumps(config))
     # As ModelOpt writes it: the config says nothing of it.
     (directory / "modelopt").mkdir()
-    (directory / "modelopt" / "config.json").write_text(
-        (tiny_checkpoint / "config.json").read_text()
-    )
+    (directory / "modelopt" / "config.json").write_text(tiny)
     (directory / "modelopt" / "hf_quant_config.json").write_text(
         '{"quantization": {"quant_algo": "FP8"}}'
     )
