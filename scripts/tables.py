@@ -177,7 +177,7 @@ def list_ratios(lengths: Sequence[int], document: Document) -> Rows:
         found[point["load"]["length"]] = f"{point['ratio']:.1f}x of {point['ceiling']:.1f}x"
     model = document["model"].removesuffix("_MINI").replace("GEMMA3N_", "Gemma 3n ")
     if not document["device"].startswith("cpu"):
-        model += f", {document['device']}, {document['sglang']}"
+        model += f", {document['device'].removeprefix('NVIDIA ')}, {document['date']}"
     yield model, *(found[length] for length in lengths)
 
 

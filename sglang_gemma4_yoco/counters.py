@@ -84,8 +84,8 @@ class Counters:
     def count_ineligible(self, refusal: Refusal, rows: int) -> None:
         """Count a forward that ran as stock; log its reason once."""
         self._count_forward(refusal, rows)
-        is_logged_already = isinstance(refusal, ServerRefusal)
-        if self.logs and refusal.is_logged and not is_logged_already:
+        # A server's reason was logged at start.
+        if self.logs and refusal.is_logged and not isinstance(refusal, ServerRefusal):
             log.log_once(f"Gemma 4 fast prefill falls back to stock: {refusal}")
 
     def count_unseen(self, rows: int) -> None:

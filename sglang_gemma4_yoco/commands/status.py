@@ -23,6 +23,8 @@ NO_ENTRY = (
 NO_SCHEDULERS = "the server names no scheduler"
 # Prefixes of the outcomes of cut prefills.
 _CUT = ("active_", "exit_")
+# Prefix of the outcomes of other forwards, such as verify steps of speculative decoding.
+_NO_PREFILL = "forward_mode_"
 # Verdict -> exit status and last line.
 _VERDICTS = {
     True: (0, "The fast path is active{}"),
@@ -49,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     active, reason = verdict(states)
     status, line = _VERDICTS[active]
     if args.json:
-        found = {"active": active, "reason": reason, "sglang": sglang, "url": args.url}
-        say(found | {"schedulers": states})
+        of_server = {"sglang": sglang, "url": args.url, "schedulers": states}
+        say({"active": active, "reason": reason, **of_server})
     else:
         say(states, indent=1)  # null for a scheduler without an entry
         say(line.format(reason or _describe_counts(states)))
@@ -62,34 +64,33 @@ def verdict(states: list[dict[str, Any] | None]) -> tuple[bool | None, str | Non
 
     False if a scheduler reports that it is not active; None if some of them report nothing.
     """
-    known = list(filter(None, states))
-    for state in known:
+    for state in filter(None, states):
         if not state.get("active"):
             return False, str(state.get("reason"))
     if not states:
         return None, NO_SCHEDULERS
-    if len(known) < len(states):
+    if not all(states):
         return None, NO_ENTRY
     return True, None
 
 
 def _describe_counts(states: list[Any]) -> str:
     """Return how much all schedulers of an active server have cut, as the end of a sentence."""
-    forwards, rows = Counter[str](), Counter[str]()
+    prefills, rows = Counter[str](), Counter[str]()
     for state in states:
-        forwards.update(state.get("forwards"))
         rows.update(state.get("rows"))
-    prefills, cut = forwards.total(), 0
-    if not prefills:
+        for outcome, number in state.get("forwards", {}).items():
+            if not outcome.startswith(_NO_PREFILL):
+                prefills[outcome] += number
+    total = prefills.total()
+    if not total:
         return ": no prefill yet."
-    for outcome, number in forwards.items():
-        if outcome.startswith(_CUT):
-            cut += number
+    cut = sum(prefills[outcome] for outcome in prefills if outcome.startswith(_CUT))
     if not cut:
-        [(most, _)] = forwards.most_common(1)
-        return f", but none of {prefills} prefills was cut: most are {most} (docs/slower.md)."
+        [(most, _)] = prefills.most_common(1)
+        return f", but none of {total} prefills was cut: most are {most} (docs/slower.md)."
     skipped = rows["skipped"] / rows.total()
-    return f": {cut / prefills:.1%} of prefills cut, {skipped:.1%} of rows skipped."
+    return f": {cut / total:.1%} of prefills cut, {skipped:.1%} of rows skipped."
 
 
 def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | None]]:
