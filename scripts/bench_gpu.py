@@ -17,7 +17,7 @@ Two time single prefills (``bench/bench_prefill.py``):
     prefill   16 to 32768 tokens against the ceiling, and the host's work in them
     replayed  16 to 8192 tokens that SGLang replays from CUDA graphs, with the package and without
 
-One runs single forwards in a separate process, and needs CUPTI:
+One profiles single prefills, and needs CUPTI on a GPU:
 
     profile   host and device time of a prefill, and its kernels
 

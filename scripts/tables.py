@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Write the tables of the documents, from result files and from tables of the package.
+"""Write the tables of the documents, from files of benchmark/ and from tables of the package.
 
 ``TABLES`` has all tables. Each is a part of a page, between two marker lines. The page has the
 header; the script writes the rows, and below them the commit, date and command of each result file.
-Sentences are neither written nor compared.
+Sentences are not written.
 
 Checks the pages, or writes them with ``--write``; the exit status is 1 if one is out of date. Needs
 an environment with SGLang.

@@ -43,7 +43,7 @@ def is_from_this_package(missing: ImportError) -> bool:
 def _may_run_a_model() -> bool:
     """Return False in a subprocess of SGLang without a scheduler: the detokenizer.
 
-    Importing the patched modules there would cost 3 s of CPU time and 50 MB.
+    Importing the patched modules there would cost memory and time.
     """
     return parent_process() is None or _SCHEDULER in sys.modules
 

@@ -168,8 +168,9 @@ def main() -> int:
     except (SetupError, CommandError, servers.WrongPathError, OSError, ImportError) as failure:
         return failed(failure)
     growth = {}
-    for name in stock.series | fast.series:  # [0]: a process that the other server does not have
-        growth[name] = judge(stock.series.get(name, [0]), fast.series.get(name, [0]))
+    for name, series in fast.series.items():
+        stock.series.setdefault(name, [0] * len(series))  # a process that only the fast server has
+        growth[name] = judge(stock.series[name], series)
     problems = [name for name, (_, grows, allowed) in growth.items() if grows > allowed]
     problems += [name for name in WRONG if (stock.counts + fast.counts)[name]]
     document |= {"stock": vars(stock), "fast": vars(fast), "growth": growth, "problems": problems}

@@ -48,5 +48,6 @@ def test_every_part_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert point["on"]["kernels"] > 0
     monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     for table in tables.TABLES:
-        if table.part.startswith("gpu") and table.part != "gpu eager":  # of bench_prefill.py
-            assert "E2B_TINY" in "".join(table.lines()), table.part
+        # "gpu eager" is of bench_prefill.py; "gpu replayed" has times on a GPU only.
+        if table.part.startswith("gpu") and table.part not in ("gpu eager", "gpu replayed"):
+            assert any(line.startswith("| E2B_TINY") for line in table.lines()), table.part

@@ -29,6 +29,8 @@ MORE_LINES = [101.0 + i / 9.8 for i in range(200)]  # of a log
         (LEAK, LEAK, True),
         (LEAK, MORE_LINES, True),
         ([100.0], [101.0], True),  # a run of one block cannot show growth
+        ([0.0] * 200, STEP, True),  # a process that stock does not have
+        ([0.0] * 200, LEAK, False),
     ],
 )
 def test_growth_beyond_the_stock_servers_is_found(
@@ -43,7 +45,7 @@ def test_what_was_found() -> None:
     [path] = RESULTS.glob("soak_*.json")
     document = json.loads(path.read_text())
     assert document["problems"] == []
-    for name, series in document["stock"]["series"].items():
-        assert document["growth"][name] == [*soak.judge(series, document["fast"]["series"][name])]
+    for name, series in document["fast"]["series"].items():
+        assert document["growth"][name] == [*soak.judge(document["stock"]["series"][name], series)]
     counts = document["fast"]["counts"]
     assert counts["skipped"] > counts["computed"]
