@@ -52,9 +52,6 @@ class Backend(NamedTuple):
 GEMMA4, GEMMA3N = "Gemma 4", "Gemma 3n"
 
 TRITON = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
-# Lines of SGLang 0.5.23 that were read for the window and the shape of the output. TRTLLM: 1678,
-# 1691, 1958 and 2035. FA: 1558 to 1568, 2064, 2137 to 2147 and 2416. XPU: 747 to 752, 1050, 1413 to
-# 1420 and 1624.
 TRTLLM = "sglang.srt.layers.attention.trtllm_mha_backend.TRTLLMHAAttnBackend"
 FA = "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend"
 XPU = "sglang.srt.layers.attention.xpu_backend.XPUAttentionBackend"
@@ -62,7 +59,6 @@ AITER = "sglang.srt.layers.attention.aiter_backend.AiterAttnBackend"
 ASCEND = "sglang.srt.hardware_backend.npu.attention.ascend_backend.AscendAttnBackend"
 AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
 FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend"
-
 
 TRITON_FAILS = ServerRefusal(
     "SGLang cannot run Gemma 3n's prefills on Triton's attention, which returns heads that the "
