@@ -82,16 +82,6 @@ COMMANDS = {
 WAYS = ("off", "on")
 
 
-def assert_cut(engine: Any, batch: Any, length: int) -> None:
-    """Raise ``NotActiveError`` unless a prefill of ``batch`` takes the fast path."""
-    from scripts.bench.bench_prefill import Load, NotActiveError, path_taken
-    from sglang_gemma4_yoco import counters
-
-    path, _ = path_taken(engine, batch, Load(length, batch_size=1))
-    if path not in (counters.TAIL_EAGER, counters.TAIL_CAPTURED):
-        raise NotActiveError(f"{length} tokens: {path}")
-
-
 def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
     """Return the breakdown of one prefill's time.
 
@@ -157,6 +147,7 @@ def device_time(events: Sequence[Any], device: str) -> dict[str, Any]:
 def measure_profile(args: argparse.Namespace) -> int:
     """Profile prefills, alternating off and on; return the exit status."""
     from scripts.bench import bench_prefill
+    from sglang_gemma4_yoco import counters
 
     device = bench_prefill.choose_device(args.device)
     with tempfile.TemporaryDirectory() as directory:
@@ -168,7 +159,9 @@ def measure_profile(args: argparse.Namespace) -> int:
         for length in args.lengths:
             load = bench_prefill.Load(length, batch_size=1)
             requests = bench_prefill.prompts(load, engine.text_model.config.vocab_size)
-            assert_cut(engine, engine.schedule(requests), length)
+            path, _ = bench_prefill.path_taken(engine, engine.schedule(requests), load)
+            if path not in (counters.TAIL_EAGER, counters.TAIL_CAPTURED):
+                raise bench_prefill.NotActiveError(f"{length} tokens: {path}")
             point: dict[str, Any] = {"length": length}
             for way in WAYS:
                 point[way] = profile(engine, engine.schedule(requests), way)
@@ -181,8 +174,9 @@ def measure_profile(args: argparse.Namespace) -> int:
 
 def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
     """Return the command that measures a part in a separate process, alone on the GPU."""
-    name = re.sub(r"[^a-z0-9]+", "-", f"{args.preset} {device_name(device)}".lower()).strip("-")
-    path = os.path.relpath(args.results / f"gpu_{part}_{name}.json", REPO)
+    card = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+    name = f"gpu_{part}_{args.preset.lower()}_{card}.json"
+    path = os.path.relpath(args.results / name, REPO)
     command, smaller = COMMANDS[part]
     script, *options = shlex.split(command)
     if args.preset.endswith("TINY"):

@@ -18,7 +18,6 @@ from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.redact import learn_secrets, redact, show_flags
 
 REFERENCE = REPO / "test" / "reference"
-_SERVER_ARGS = "--server-args"
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -28,42 +27,22 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 def new_parser(about: str | None) -> argparse.ArgumentParser:
     """Return a parser whose ``--help`` shows ``about`` unchanged, and the defaults.
 
-    First redact the secrets of ``sys.argv`` in all later output. The parser accepts no abbreviated
-    flags, since ``--server-args`` is looked up by its full name.
-
-    Raises:
-        SystemExit: ``--server-args`` has an unmatched quotation mark.
+    Keys of the environment are redacted in all later output. The parser accepts no abbreviated
+    flags, since the demo passes flags that it does not know on to ``verify``.
     """
-    try:
-        command_without_secrets(sys.argv)
-    except ValueError as failure:  # for an unmatched quotation mark
-        raise SystemExit(failed(SetupError(f"{_SERVER_ARGS}: {failure}"))) from failure
+    learn_secrets([])
     return argparse.ArgumentParser(description=about, formatter_class=_Help, allow_abbrev=False)
 
 
 def command_without_secrets(words: Sequence[str]) -> str:
     """Return a script's command line for a shell, and redact its secrets in all later output.
 
-    A script's own flags have none. A server's flags are the value of ``--server-args``, or follow
-    ``--``.
+    A script's own flags have none. A server's flags follow ``--``.
     """
-    end = words.index("--") if "--" in words else len(words)
-    after = words[end + 1 :]
-    of_server, shown = list(after), list[str]()
-    for word in words[:end]:
-        flag, equals, flags = word.partition("=")
-        if shown[-1:] == [_SERVER_ARGS]:
-            before, flags = "", word
-        elif flag == _SERVER_ARGS and equals:
-            before = f"{flag}="
-        else:
-            shown.append(word)
-            continue
-        of_server += shlex.split(flags)
-        shown.append(before + show_flags(shlex.split(flags)))
+    end = words.index("--") + 1 if "--" in words else len(words)
+    of_server = words[end:]
     learn_secrets(of_server)
-    shown += words[end : end + 1]  # the -- itself
-    command: str = redact(f"{shlex.join(shown)} {show_flags(after)}".rstrip())
+    command: str = redact(f"{shlex.join(words[:end])} {show_flags(of_server)}".rstrip())
     return command
 
 

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -54,6 +53,7 @@ from scripts.command_line import failed, make_checkpoint, make_log_dir, make_wor
 from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.main import exit_on_signals
+from sglang_gemma4_yoco.commands.redact import learn_secrets
 from sglang_gemma4_yoco.commands.verify import verify
 
 # For a random model two questions and shorter prompts are enough.
@@ -79,7 +79,7 @@ def demo(args: argparse.Namespace) -> NoReturn:
     logs = make_log_dir(args.work_dir)
     command = [sys.executable, "-m", "sglang_gemma4_yoco", "verify"]
     command += ["--device", args.device, "--output", str(logs)]
-    flags = [*shlex.split(args.server_args), *args.flags]
+    flags = args.flags
     if args.model is not None:
         command += ["--model-path", args.model, "--prompt-tokens", "2048"]
     else:
@@ -104,7 +104,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--model", help="a checkpoint's folder, or a model on the Hugging Face hub")
     add("--preset", default="E2B_MINI", help="random model, such as E2B_MINI or E4B_MINI")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to serve")
-    add("--server-args", default="", metavar="'...'", help="more arguments for both servers")
     add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")
     add("--no-venv", action="store_true", help="use this interpreter's environment as it is")
     add("--sglang-version", default=SGLANG_VERSION, help="a release; newest; prerelease")
@@ -116,6 +115,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     verify.add_options(known)
     known.parse_args(["--model-path", "any", *of_verify])
     args.flags = argv[end + 1 :]
+    learn_secrets(args.flags)
     return args
 
 

@@ -31,23 +31,27 @@ QUICK = ("-m", "(unit or forward or models) and not slow and not release")
 # test/srt/conftest.py determines which tests stay together.
 IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder")
 # test/reference is not installed where a GPU is.
-GPU = ("-s", "-p", "no:xdist", "-o", "pythonpath=test/srt test/reference", "test/srt/gpu")
+GPU = ("-s", "-p", "no:xdist", "-o", "pythonpath=test/srt test/reference")
 
 
 def pytest_arguments(args: argparse.Namespace) -> list[str]:
     """Return pytest's arguments; without --quick, named files run with their release tests."""
+    chosen: tuple[str, ...] = ()
     if args.gpu:
-        return [*GPU, *args.pytest]
-    chosen: tuple[str, ...] = QUICK if args.quick else ()
+        chosen = GPU
+    elif args.quick:
+        chosen = QUICK
     if any("/" in one and (REPO / one.partition("::")[0]).exists() for one in args.pytest):
         return [*chosen, *args.pytest]
+    if args.gpu:
+        return [*chosen, *args.pytest, "test/srt/gpu"]
     if not args.quick and not args.all:
         chosen = DEFAULT
     folders = (f"test/srt/{folder}" for folder in FOLDERS)
     return [*chosen, *IN_TWO_PROCESSES, *args.pytest, *folders]
 
 
-def parse_arguments(typed: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Return the parsed command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
@@ -59,7 +63,7 @@ def parse_arguments(typed: list[str] | None = None) -> argparse.Namespace:
     chosen.add_argument("--all", action="store_true", help="also what only a release must pass")
     chosen.add_argument("--gpu", action="store_true", help="what needs a GPU, and nothing else")
     add("pytest", nargs="*", help="arguments for pytest, after --")
-    return parser.parse_args(typed)
+    return parser.parse_args()
 
 
 def main() -> int:

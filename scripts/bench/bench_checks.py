@@ -26,7 +26,6 @@ import multiprocessing
 import os
 import sys
 import threading
-import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
@@ -129,7 +128,6 @@ def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run the requested models; return the summary and the whole document."""
     from harness import checked_models
 
-    began = time.monotonic()
     about = origin()  # before the result file changes the checkout
     results: list[Result] = []
     wanted = checked_models.groups(args.only, args.models, args.triton)
@@ -139,7 +137,7 @@ def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
         for found in pool.map(in_a_process_of_its_own, wanted):
             results += found
             counts = summary(results)
-            document = {**about, "seconds": round(time.monotonic() - began), **finite(counts)}
+            document = about | finite(counts)
             of_models = finite(list(map(dataclasses.asdict, results)))
             # So an interrupted run leaves the results so far.
             write_result(args.results, document | {"results": of_models})

@@ -4,9 +4,9 @@
 Serves one model twice, stock and fast, and sends both the same random prompts alternately, with
 SGLang's own ``sglang.benchmark.serving``: at random times (``--rates``, in requests per second), or
 all at once (``--rates inf``). For each rate, with mixed chunks off and on, it reports the mean and
-percentiles of time to first token and between tokens over all runs. A faster server may form
-smaller batches, so it also reports the batch sizes that SGLang logs. The model is a small random
-one on the CPU platform, in float32; with ``--device cuda`` it has dummy weights, in bfloat16.
+percentiles of time to first token and between tokens over all runs. The model is a small random
+one on the CPU platform, in float32; with ``--device cuda`` it has dummy weights, in bfloat16. Flags
+after ``--`` go to both servers.
 
     python scripts/bench/bench_latency.py --rates 0.1 0.2 0.35 --repeats 3
     python scripts/bench/bench_latency.py --device cuda --preset E2B --rates inf \\
@@ -22,8 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -45,13 +43,6 @@ if TYPE_CHECKING:
     from sglang_gemma4_yoco.commands.verify.servers import Server
 
 PERCENTILES = (50, 95, 99)
-#: SGLang's log lines about batches: each prefill, including that of the benchmark's own first
-#: request, and one decode step in forty.
-BATCHES = {
-    "requests of a prefill": re.compile(r"Prefill batch\b.*?#new-seq: (\d+)"),
-    "tokens of a prefill": re.compile(r"Prefill batch\b.*?#new-token: (\d+)"),
-    "requests of a decode step": re.compile(r"Decode batch\b.*?#running-req: (\d+)"),
-}
 
 
 def send(server: Server, rate: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -80,13 +71,11 @@ def send(server: Server, rate: float, seed: int, args: argparse.Namespace) -> di
     command += [f"--{name}={value}" for name, value in values.items()]
     command += ["--tokenize-prompt", "--flush-cache", "--disable-tqdm", "--output-details"]
     env = os.environ | {"NO_PROXY": "127.0.0.1,localhost"}
-    before = len(server.log())
     with log.open("w") as printed:
         done = subprocess.run(command, stdout=printed, stderr=subprocess.STDOUT, env=env)
     if done.returncode or not output.exists():
         raise SetupError(f"sglang.benchmark.serving failed; see its log, {log}")
     document: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
-    document["batches"] = batch_sizes(server.log()[before:])
     if any(document["errors"]) or document["completed"] != args.requests:
         raise SetupError(f"only {document['completed']} requests were answered; see {output}")
     return document
@@ -100,10 +89,7 @@ def summed_up(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "ttft_ms": summarise_times(first),
         "itl_ms": summarise_times(between),
-        "batches": [run["batches"] for run in runs],
-        "tokens": len(between),
         "seconds": [run["duration"] for run in runs],
-        "output_throughput": [run["output_throughput"] for run in runs],
     }
 
 
@@ -123,24 +109,13 @@ def summarise_times(seconds: Sequence[float]) -> dict[str, float] | None:
     return found
 
 
-def batch_sizes(log: str) -> dict[str, dict[str, float]]:
-    """Return the number of batches of each kind in a log, with their mean and largest size."""
-    found = {}
-    for name, pattern in BATCHES.items():
-        if sizes := [int(size) for size in pattern.findall(log)]:
-            found[name] = {"batches": len(sizes), "mean": statistics.fmean(sizes)}
-    return found
-
-
 def describe_run(run: dict[str, Any]) -> str:
-    """Return the times and batches of one run, as one line."""
+    """Return the times of one run, as one line."""
     found = summed_up([run])
     told = f"{run['duration']:.2f} s"
     for kind in ("ttft_ms", "itl_ms"):
         if times := found[kind]:
-            told += f"; {kind}: " + ", ".join(f"{name} {ms:.0f}" for name, ms in times.items())
-    for name, sizes in run["batches"].items():
-        told += f"; {name}: {sizes['mean']:.1f} (mean of {sizes['batches']})"
+            told += f"; {kind}: median {times['50']:.0f}, p95 {times['95']:.0f}"
     return told
 
 
@@ -156,7 +131,7 @@ def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str
         flags.append("--dtype=float32")
     if mixed == "on":
         flags.append("--enable-mixed-chunk")
-    flags += shlex.split(args.server_args)
+    flags += args.flags
     both = make_pair(flags, folder, device=args.device)
     groups, points = [list(both)], []
     if args.device == "cuda":
@@ -196,9 +171,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--answer", default=32, help="tokens of the longest answer, twice the shortest", **number)
     add("--exact", action="store_true", help="all prompts and answers have the maximum length")
     add("--chunk", default=256, help="tokens of a chunk", **number)
-    add("--server-args", default="", metavar="'...'", help="more arguments for both servers")
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and checkpoints")
     add("--json", type=Path, help="write the JSON document to this file too")
+    add("flags", nargs="*", metavar="-- FLAG", help="more flags for both servers")
     args = parser.parse_args()
     if args.answer == 1:
         parser.error("--answer 1: an answer of one token has no time between tokens")

@@ -433,7 +433,7 @@ def captured_rows(engine: Any) -> list[int]:
     return sorted(getattr(key, "size", key) for key in graphs)
 
 
-def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dict[str, Counts]:
+def measure_host(engine: Any, batch: Any, ways: Sequence[str]) -> dict[str, Counts]:
     """Return the host's work in each way; raise ``NotActiveError`` if a replay did not happen."""
     from scripts.bench import host_work
 

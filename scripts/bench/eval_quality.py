@@ -28,7 +28,6 @@ import argparse
 import itertools
 import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -44,6 +43,7 @@ from scripts.environment import SetupError
 from scripts.result_files import origin
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.https import make_session
+from sglang_gemma4_yoco.commands.redact import learn_secrets
 from sglang_gemma4_yoco.commands.verify.prompts import WHICH_COLOURS, draw_picture
 from sglang_gemma4_yoco.commands.verify.servers import (
     Server,
@@ -89,8 +89,9 @@ def ask_gsm8k(args: argparse.Namespace, url: str) -> Answers:
     import lm_eval
     import yaml
 
-    # lm-eval requires a key even if none is checked; the server is on this machine.
-    os.environ |= {"OPENAI_API_KEY": "none", "NO_PROXY": "127.0.0.1,localhost"}
+    # lm-eval requires a key even if none is checked.
+    key = os.environ.get("SGLANG_API_KEY", "none")
+    os.environ |= {"OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1,localhost"}
     home = Path(lm_eval.__file__).parent
     task: dict[str, Any] = yaml.safe_load((home / "tasks/gsm8k/gsm8k.yaml").read_text())
     if args.questions is not None:
@@ -159,7 +160,7 @@ def served(args: argparse.Namespace, directory: Path, way: str) -> Iterator[str]
     if url is not None:
         yield url.rstrip("/")
         return
-    arguments = ["--model-path", args.model, *shlex.split(args.server_args)]
+    arguments = ["--model-path", args.model, *args.flags]
     log = directory / f"server-{way}.log"
     server = Server(way == "on", arguments, find_free_ports(1)[0], log)
     with run_servers([server], 1800):
@@ -197,8 +198,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--chat", action="store_true", help="GSM8K through the chat template")
     add("--max-tokens", type=int, default=256, help="tokens of an answer")
     add("--concurrency", type=int, default=16, help="questions of GSM8K at a time")
-    add("--server-args", default="", metavar="'...'", help="arguments for both servers")
+    add("flags", nargs="*", metavar="-- FLAG", help="more flags for both servers")
     args = parser.parse_args(argv)
+    learn_secrets(args.flags)
     if (args.off is None) != (args.on is None) or (args.off is None) == (args.model is None):
         parser.error("name either --model, or both --off and --on")
     return args

@@ -31,6 +31,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +44,6 @@ from scripts.bench.random_workload import (
     ARGUMENTS,
     CLIENTS,
     PRESET,
-    inspect_processes,
     make_requests,
     new_load_parser,
 )
@@ -52,7 +52,7 @@ from scripts.environment import SetupError
 from scripts.result_files import begin_result, write_result
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands import status
-from sglang_gemma4_yoco.commands.console import CommandError, say
+from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify import servers
 
 SAMPLES = 200
@@ -90,16 +90,18 @@ def take_sample(server: servers.Server) -> Counter[str]:
     Private memory is resident memory less files and shared memory, whose resident part depends on
     what else runs on the machine.
     """
+    import psutil
+
     found = Counter({"kB of log": server.log_file.stat().st_size // 1000})
-
-    def look(process: Any) -> Any:
-        memory, name = process.memory_info(), process.name().removeprefix("sglang::")
-        private = (memory.rss - memory.shared) // 1000
-        return name, private, process.num_fds(), process.num_threads()
-
-    for name, private, files, threads in inspect_processes(server.process.pid, look):
-        if name != "sh":  # it ends the server with this script
-            found.update({f"kB of {name}": private, "open files": files, "threads": threads})
+    first = psutil.Process(server.process.pid)
+    for process in [first, *first.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            memory, name = process.memory_info(), process.name().removeprefix("sglang::")
+            if name == "sh":  # it ends the server with this script
+                continue
+            found[f"kB of {name}"] += (memory.rss - memory.shared) // 1000
+            found["open files"] += process.num_fds()
+            found["threads"] += process.num_threads()
     return found
 
 
@@ -165,7 +167,7 @@ def main() -> int:
     try:
         document = begin_result(PRESET, "cpu", "float32") | {"requests": args.requests}
         stock, fast = soak(args, make_log_dir(args.work_dir))
-    except (SetupError, CommandError, servers.WrongPathError, OSError, ImportError) as failure:
+    except (SetupError, servers.WrongPathError, OSError, ImportError) as failure:
         return failed(failure)
     growth = {}
     for name, series in fast.series.items():

@@ -79,9 +79,7 @@ def _settings(report: Report) -> None:
             continue
         report.add(name, value)
         try:
-            # Other settings that are 0 do not turn the path off.
-            if settings.parse(name, value) is False and name == settings.SWITCH:
-                report.refuse(f"{name}={value}")
+            settings.parse(name, value)
         except ValueError as invalid:
             report.refuse(invalid)
     for name in sorted(os.environ.keys() - settings.VARIABLES.keys()):

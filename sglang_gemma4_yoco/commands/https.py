@@ -7,22 +7,17 @@ import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from sglang_gemma4_yoco.commands.console import CommandError
-
 if TYPE_CHECKING:
     import requests
 
 API_KEY = "SGLANG_API_KEY"
-NO_REQUESTS = "the module requests is not installed here; run this where the server runs"
 
 
 def make_session(url: str, key: str | None = None) -> requests.Session:
     """Return an HTTP client with the API key; it uses no proxy for a server on this machine."""
-    try:
-        import requests  # both come with SGLang
-        import urllib3
-    except ImportError as missing:
-        raise CommandError(NO_REQUESTS) from missing
+    import requests  # both come with SGLang
+    import urllib3
+
     urllib3.disable_warnings()  # about certificates that are not checked
     client = requests.Session()
     client.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1", "0.0.0.0")

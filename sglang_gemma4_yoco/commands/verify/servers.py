@@ -112,7 +112,7 @@ class Server:
         while not self.is_healthy():
             if self.process.poll() is not None:
                 ended = f"{self.name} ended with status {self.process.returncode}, see its log"
-                tries = "If out of memory, try --in-turn; if gated, try `hf auth login`."
+                tries = "If out of memory, try verify's --in-turn; if gated, try `hf auth login`."
                 raise CommandError(f"{ended}. {tries}{quote_end(self.log_file)}")
             if time.monotonic() > deadline:
                 late = f"{self.name} was not ready after {timeout:.0f} s."

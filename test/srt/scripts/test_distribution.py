@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections import defaultdict
 from email import message_from_bytes
@@ -88,17 +87,6 @@ def test_what_developers_need_is_not_published(built: tuple[Path, Path]) -> None
     assert extras is None
 
 
-def test_the_source_distribution_can_be_built_from(built: tuple[Path, Path]) -> None:
-    """It has all files of the wheel. Documents and tests are in the repository alone."""
-    with tarfile.open(built[1]) as source:
-        names = source.getnames()
-    [folder] = [name for name in names if "/" not in name]
-    assert f"{folder}/{NAME}/plugin.py" in names
-    made = {"PKG-INFO", "setup.cfg", f"{NAME}.egg-info"}
-    top = {name.split("/")[1] for name in names if name != folder}
-    assert top - made == {"pyproject.toml", "README.md", "LICENSE", NAME}
-
-
 @pytest.mark.parametrize("which", [0, 1], ids=["wheel", "source"])
 def test_installed_where_nothing_else_is(
     uv: Path, built: tuple[Path, Path], which: int, tmp_path: Path
@@ -121,4 +109,4 @@ def test_installed_where_nothing_else_is(
         assert done.returncode == 2
         assert done.stderr.count("\n") < 2
         last = (done.stdout + done.stderr).splitlines()[-1]
-        assert last.endswith("installed here; run this where the server runs")
+        assert last.endswith("; run this where the server runs")

@@ -19,8 +19,8 @@ ON_A_CPU = {"matrix": 1.0, "operation": 5e-6, "planning": 400.0, "passes": 30.0}
 NOTHING = dict.fromkeys(("skipped", "kernels", "key", "request", "step"), 0.0)
 
 
-def misses_on_a_cpu() -> list[float]:
-    """Return errors of the ratios of E2B's and E4B's proportions, from one core's data."""
+def test_on_a_cpu() -> None:
+    """The ratios of E2B's and E4B's proportions, from one core's data."""
     core = json.loads((RESULTS / "device_cpu.json").read_text())
     sheet = {"peak": core["peak"], "bandwidth": core["bandwidth"], "link": math.inf}
     device = SimpleNamespace(itemsize=4, overlaps=False, **sheet)
@@ -35,7 +35,8 @@ def misses_on_a_cpu() -> list[float]:
                 case = predict.new_case(tokens=load["length"], **about)
                 stock, fast = prefill_model.predict(case, values, device)
                 found.append((stock / fast).item() / point["ratio"] - 1)
-    return found
+    assert len(found) == 7
+    assert max(map(abs, found)) < CLOSE
 
 
 def written() -> dict[str, Any]:
@@ -43,11 +44,8 @@ def written() -> dict[str, Any]:
     return document
 
 
-def misses_on_a_gpu() -> list[float]:
-    """Return errors of our prefills on the H200 with the fitted values.
-
-    They are those of the ratios and, where the device limits it, of stock's time.
-    """
+def test_on_a_gpu() -> None:
+    """The ratios of our prefills on the H200 and, where the device limits it, stock's time."""
     values, found = SimpleNamespace(**written()["fitted"]), []
     for case in predict.list_cases():
         if case.file and case.what == "forward" and case.ways[1] != "stock replayed":
@@ -55,17 +53,6 @@ def misses_on_a_gpu() -> list[float]:
             found.append((off / on).item() / case.ratio - 1)
             if case.tokens >= 4096:
                 found.append(off.item() / case.off - 1)
-    return found
-
-
-def test_on_a_cpu() -> None:
-    found = misses_on_a_cpu()
-    assert len(found) == 7
-    assert max(map(abs, found)) < CLOSE
-
-
-def test_on_a_gpu() -> None:
-    found = misses_on_a_gpu()
     assert len(found) == 26
     assert max(map(abs, found)) < CLOSE
 

@@ -74,7 +74,7 @@ def by_the_demo(_: Path, directory: Path) -> Done:
     """Run the demo as a user: all processes are spawned, and the checkpoint is its own."""
     command = [sys.executable, str(REPO / "scripts" / "demo.py"), "--no-venv", "--device", "cpu"]
     command += ["--preset", LABEL, "--work-dir", str(directory), *HOW]
-    return run([*command, f"--server-args={' '.join(CHUNKED)}"], directory)
+    return run([*command, "--", *CHUNKED], directory)
 
 
 def in_this_process(checkpoint: Path, directory: Path) -> Done:
