@@ -1,14 +1,10 @@
 #!/usr/bin/env python3
-"""Measure a real model's accuracy on GSM8K and on pictures, with fast prefill off and on.
+"""Measure a real model's accuracy on GSM8K, with fast prefill off and on.
 
-Sends the same questions at temperature 0 to two SGLang servers of one checkpoint, off and on, and
-to the stock server again:
-
-* GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring);
-* 30 pictures of two colours each, made here: "name the two colours".
-
-For both it prints the accuracy of each run, the share of identical answers between off and on and
-between the two runs of off, and the answers that differ. In bf16 on a GPU other kernels run for the
+Sends GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring) at temperature 0 to two
+SGLang servers of one checkpoint, off and on, and to the stock server again. It prints the accuracy
+of each run, the share of identical answers between off and on and between the two runs of off, and
+the answers that differ. In bf16 on a GPU other kernels run for the
 last rows, so a few answers differ; accuracy should not. The two runs of off differ if concurrent
 questions are batched differently: that is the baseline without fast prefill. ``--concurrency 1``
 asks one question at a time.
@@ -25,12 +21,11 @@ group ``eval``, which the environment of ``scripts/run_tests.py`` has.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,13 +33,12 @@ from typing import Any
 
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
-from scripts.command_line import failed, heading, new_parser
+from scripts.command_line import failed, new_parser
 from scripts.environment import SetupError
 from scripts.result_files import origin
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.https import make_session
 from sglang_gemma4_yoco.commands.redact import learn_secrets
-from sglang_gemma4_yoco.commands.verify.prompts import WHICH_COLOURS, draw_picture
 from sglang_gemma4_yoco.commands.verify.servers import (
     Server,
     WrongPathError,
@@ -53,9 +47,7 @@ from sglang_gemma4_yoco.commands.verify.servers import (
     run_servers,
 )
 
-COLOURS = ("red", "green", "blue", "yellow", "black", "white")
 FAILURES = (SetupError, WrongPathError, OSError, ImportError)
-PICTURES = list(itertools.permutations(COLOURS, 2))  # 30
 
 
 @dataclass
@@ -66,29 +58,15 @@ class Answers:
     accuracy: dict[str, float] = field(default_factory=dict)
 
 
-def ask_colours(args: argparse.Namespace, url: str) -> Answers:
-    """Return the answers about all pictures; an answer that names both colours is right."""
-    http, answers, right = make_session(url), Answers(), 0
-    for pair in PICTURES:
-        image = {"type": "image_url", "image_url": {"url": draw_picture(*pair)}}
-        content = [image, {"type": "text", "text": WHICH_COLOURS}]
-        body = {"model": "default", "temperature": 0, "max_tokens": args.max_tokens}
-        body["messages"] = [{"role": "user", "content": content}]
-        reply = http.post(f"{url}/v1/chat/completions", json=body, timeout=600)
-        if not reply.ok:
-            raise SetupError(f"{url} refused a picture: {reply.status_code} {reply.text}")
-        text = reply.json()["choices"][0]["message"]["content"] or ""
-        answers.texts[" and ".join(pair)] = text
-        right += all(colour in text.lower() for colour in pair)
-    answers.accuracy["both named"] = right / len(PICTURES)
-    return answers
-
-
 def ask_gsm8k(args: argparse.Namespace, url: str) -> Answers:
-    """Return one server's answers to lm-eval's GSM8K."""
+    """Empty a server's prefix cache; return its answers to lm-eval's GSM8K."""
     import lm_eval
     import yaml
 
+    say(f"Asking {url}")
+    reply = make_session(url).post(f"{url}/flush_cache?timeout=30")
+    if not reply.ok:
+        raise SetupError(f"{url} did not empty its prefix cache: {reply.status_code} {reply.text}")
     # lm-eval requires a key even if none is checked.
     key = os.environ.get("SGLANG_API_KEY", "none")
     os.environ |= {"OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1,localhost"}
@@ -118,9 +96,6 @@ def ask_gsm8k(args: argparse.Namespace, url: str) -> Answers:
     return answers
 
 
-SETS = {"gsm8k": ask_gsm8k, "colours": ask_colours}
-
-
 def share_identical(off: Answers, other: Answers, way: str) -> float:
     """Return the share of identical answers; print the others."""
     equal = 0
@@ -133,24 +108,16 @@ def share_identical(off: Answers, other: Answers, way: str) -> float:
     return equal / len(off.texts)
 
 
-def compare(off: Answers, again: Answers, on: Answers) -> dict[str, Any]:
-    """Print the differences; return the figures."""
-    found: dict[str, Any] = {"questions": len(off.texts)}
-    found["identical_again"] = share_identical(off, again, "off again")
-    found["identical"] = share_identical(off, on, "on")
-    for way, answers in {"off": off, "again": again, "on": on}.items():
+def compare(found: Mapping[str, Answers]) -> dict[str, Any]:
+    """Print the differences of ``again`` and ``on`` from ``off``; return the figures."""
+    off = found["off"]
+    figures: dict[str, Any] = {"questions": len(off.texts)}
+    figures["identical_again"] = share_identical(off, found["again"], "off again")
+    figures["identical"] = share_identical(off, found["on"], "on")
+    for way, answers in found.items():
         say(f"accuracy {way}: {answers.accuracy}")
-        found[f"accuracy_{way}"] = answers.accuracy
-    return found
-
-
-def ask_sets(args: argparse.Namespace, url: str) -> dict[str, Answers]:
-    """Empty the server's prefix cache; return its answers to all questions of ``--sets``."""
-    say(f"Asking {url}")
-    reply = make_session(url).post(f"{url}/flush_cache?timeout=30")
-    if not reply.ok:
-        raise SetupError(f"{url} did not empty its prefix cache: {reply.status_code} {reply.text}")
-    return {name: SETS[name](args, url) for name in args.sets}
+        figures[f"accuracy_{way}"] = answers.accuracy
+    return figures
 
 
 @contextmanager
@@ -170,18 +137,16 @@ def served(args: argparse.Namespace, directory: Path, way: str) -> Iterator[str]
 
 def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Ask both servers, stock twice; return the document with the comparison."""
-    found: dict[str, dict[str, Answers]] = {}
+    found: dict[str, Answers] = {}
     for way in ("off", "on"):
         with served(args, directory, way) as url:
-            found[way] = ask_sets(args, url)
+            found[way] = ask_gsm8k(args, url)
             if way == "off":
-                found["again"] = ask_sets(args, url)
+                found["again"] = ask_gsm8k(args, url)
     document: dict[str, Any] = {**origin(), "model": args.model, "active": None}
     if args.model is not None:  # unknown for servers that were started elsewhere
         document["active"] = True
-    for name in args.sets:
-        heading(name)
-        document[name] = compare(found["off"][name], found["again"][name], found["on"][name])
+    document["gsm8k"] = compare(found)
     return document
 
 
@@ -192,12 +157,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", help="a checkpoint to serve, off and then on")
     add("--off", metavar="URL", help="a server with the fast path off")
     add("--on", metavar="URL", help="a server with the fast path on")
-    add("--sets", nargs="+", choices=SETS, default=list(SETS), help="what to ask")
     add("--questions", type=Path, metavar="FILE", help="instead of GSM8K's own")
-    add("--limit", type=int, metavar="N", help="the first N questions of GSM8K")
-    add("--chat", action="store_true", help="GSM8K through the chat template")
+    add("--limit", type=int, metavar="N", help="the first N questions")
+    add("--chat", action="store_true", help="through the chat template")
     add("--max-tokens", type=int, default=256, help="tokens of an answer")
-    add("--concurrency", type=int, default=16, help="questions of GSM8K at a time")
+    add("--concurrency", type=int, default=16, help="questions at a time")
     add("flags", nargs="*", metavar="-- FLAG", help="more flags for both servers")
     args = parser.parse_args(argv)
     learn_secrets(args.flags)
