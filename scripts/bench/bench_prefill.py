@@ -504,7 +504,9 @@ def measure_gate(engine: Any) -> dict[str, float]:
     from sglang_gemma4_yoco.core.tail import TailBackend
     from sglang_gemma4_yoco.models import registry
 
-    def stock(self: Any, input_ids: Any, positions: Any, forward_batch: Any) -> None:
+    def stock(
+        self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None
+    ) -> None:
         pass
 
     def taken(forward: Callable[..., Any], backend: IdleBackend, forward_batch: Any) -> float:

@@ -12,7 +12,6 @@ With several ranks there is no second run: the others wait in collectives, which
 enter with other rows.
 """
 
-import inspect
 import logging
 import traceback
 from collections.abc import Callable
@@ -32,21 +31,20 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 LIMIT = 8
 _FAILS = f"it failed {LIMIT} times in a row and is off in this process"
 GIVEN_UP = ServerRefusal(_FAILS, level=logging.ERROR)
-# The parameter of a text model's forward with the caller's embeddings, and the number of the
-# wrapper's own parameters, all before it.
-_EMBEDS, _OF_WRAPPER = "input_embeds", 4
 
 
 def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return a text model's forward, wrapped to cut prefills of models that have a state."""
-    others = list(inspect.signature(stock).parameters)[_OF_WRAPPER:]
-    place = len(others)
-    if _EMBEDS in others:
-        place = others.index(_EMBEDS)
 
     @wraps(stock)
     def forward(
-        self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
+        self: Any,
+        input_ids: Any,
+        positions: Any,
+        forward_batch: Any,
+        input_embeds: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         try:  # models without a state may be third-party, and their batches too
             is_stock = (
@@ -58,13 +56,13 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
             counters.log_failed_forward(failure)
             is_stock = True
         if is_stock:
-            return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
+            return stock(self, input_ids, positions, forward_batch, input_embeds, *args, **kwargs)
         state = self.__dict__[STATE_ENTRY]
-        run = partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
-        embeds = kwargs.get(_EMBEDS)
-        if len(args) > place:
-            embeds = args[place]
-        return serve_forward(state, forward_batch, EagerForward(state, positions, embeds, run))
+        run = partial(
+            stock, self, input_ids, positions, forward_batch, input_embeds, *args, **kwargs
+        )
+        eager = EagerForward(state, positions, input_embeds, run)
+        return serve_forward(state, forward_batch, eager)
 
     return forward
 

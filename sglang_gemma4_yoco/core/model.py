@@ -21,12 +21,12 @@ the donor (the KV source layer of the tail). The cut is inside the donor, which 
   ``embed_tokens_per_layer`` and ``hidden_size_per_layer_input``, as in Gemma 4. A model without
   ``per_layer_model_projection`` has no per-layer inputs.
 
-**Calls.** SGLang calls the model with ``input_ids``, ``positions``, ``forward_batch``, and possibly
-more. The caller's embeddings are ``input_embeds``, at any position. The model returns [T, hidden],
-or a tuple that begins with it. It calls its layers with keywords: ``hidden_states``, the residual
-stream; ``positions``; ``forward_batch``; and ``per_layer_input`` if it has one. A layer returns the
-residual stream as one tensor. An attention is called with queries, K and V, the batch, and
-``save_kv_cache`` as a keyword.
+**Calls.** SGLang calls the model with ``input_ids``, ``positions``, ``forward_batch``,
+``input_embeds`` (the caller's embeddings, or None), in this order, and possibly more. The model
+returns [T, hidden], or a tuple that begins with it. It calls its layers with keywords:
+``hidden_states``, the residual stream; ``positions``; ``forward_batch``; and ``per_layer_input`` if
+it has one. A layer returns the residual stream as one tensor. An attention is called with queries,
+K and V, the batch, and ``save_kv_cache`` as a keyword.
 
 **The self-check** (``checking/layerwise.py``) runs each step of the tail on stock's input. Its
 tolerances assume that

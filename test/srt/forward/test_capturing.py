@@ -41,7 +41,7 @@ def test_a_forward_that_is_compiled(engine: Engine) -> None:
 def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
     """``torch.compile(fullgraph=True)`` traces a model whose prefills are cut."""
 
-    def stock(_: Any, ids: torch.Tensor, positions: torch.Tensor, __: Any) -> torch.Tensor:
+    def stock(_: Any, ids: torch.Tensor, positions: torch.Tensor, *__: Any) -> torch.Tensor:
         return ids * 2 + positions
 
     served, batch = SimpleNamespace(), SimpleNamespace(forward_mode=ForwardMode.EXTEND)

@@ -101,7 +101,7 @@ def test_random_batches(engine: Engine, name: str) -> None:
 
 
 def test_embeddings_are_restored_after_a_failure(engine: Engine) -> None:
-    """They are scaled in place, and passed under another argument name than Gemma's."""
+    """They are scaled in place, so stock must start from the original ones."""
     scheduled = engine.schedule(TWO_PROMPTS)
     stock = run(engine, scheduled, "0")
     with failing(engine, "last tail layer"):

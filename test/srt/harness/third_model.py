@@ -119,7 +119,6 @@ class ThirdTextModel(nn.Module):
         input_ids: torch.Tensor | None,  # noqa: ARG002 - its caller embeds them
         positions: torch.Tensor,
         forward_batch: Any,
-        pp_proxy_tensors: Any,  # noqa: ARG002 - so that embeddings are at another place
         input_embeds: torch.Tensor,
     ) -> torch.Tensor:
         """Return the rows after all layers and the norm: [T, hidden]."""
@@ -148,7 +147,7 @@ class ThirdForCausalLM(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> Any:
         """Return SGLang's logits output."""
         embeds = self.model.embed_tokens(input_ids)
-        rows = self.model(input_ids, positions, forward_batch, None, embeds)
+        rows = self.model(input_ids, positions, forward_batch, embeds)
         return self.logits_processor(input_ids, rows, self.model.embed_tokens, forward_batch)
 
     def load_weights(self, _: Iterable[tuple[str, torch.Tensor]]) -> None:

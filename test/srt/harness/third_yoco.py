@@ -21,7 +21,7 @@ SGLANG = TextModelNames(
     text_model=f"{_MODULE}.ThirdTextModel",
     loop="layers",
     signatures={
-        "ThirdTextModel.forward": "self, input_ids, positions, forward_batch, ...",
+        "ThirdTextModel.forward": "self, input_ids, positions, forward_batch, input_embeds",
         "ThirdLayer.forward": "self, positions, hidden_states, forward_batch",
     },
     outer_models=(_MODULE,),

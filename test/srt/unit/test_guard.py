@@ -77,7 +77,7 @@ def test_objects_that_cannot_be_read(
         calls.append(given)
         return unreadable
 
-    given = (unreadable,) * 4
+    given = (unreadable,) * 5
     with only_exits_raised(error):
         assert WRAPS[place](stock)(*given) is unreadable
         assert calls == [given]
