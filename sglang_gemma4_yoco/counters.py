@@ -1,4 +1,4 @@
-"""Counters of forwards by outcome, of their rows, and of audits; decode steps are not counted."""
+"""Counters of prefill forwards by outcome, of their rows, and of audits."""
 
 import logging
 from collections import Counter

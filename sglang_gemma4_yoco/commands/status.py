@@ -23,8 +23,6 @@ NO_ENTRY = (
 NO_SCHEDULERS = "the server names no scheduler"
 # Prefixes of the outcomes of cut prefills.
 _CUT = ("active_", "exit_")
-# Prefix of the outcomes of other forwards, such as verify steps of speculative decoding.
-_NO_PREFILL = "forward_mode_"
 # Verdict -> exit status and last line.
 _VERDICTS = {
     True: (0, "The fast path is active{}"),
@@ -79,9 +77,7 @@ def _describe_counts(states: list[Any]) -> str:
     prefills, rows = Counter[str](), Counter[str]()
     for state in states:
         rows.update(state.get("rows"))
-        for outcome, number in state.get("forwards", {}).items():
-            if not outcome.startswith(_NO_PREFILL):
-                prefills[outcome] += number
+        prefills.update(state.get("forwards"))
     total = prefills.total()
     if not total:
         return ": no prefill yet."

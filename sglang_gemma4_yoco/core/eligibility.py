@@ -106,7 +106,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refus
 
 
 def _check_mode(mode: Any) -> Refusal | None:
-    if mode is compat.batch.ForwardMode.EXTEND or mode is compat.batch.ForwardMode.MIXED:
+    if compat.batch.is_prefill(mode):
         return None
     return Refusal(f"forward mode {getattr(mode, 'name', mode)}", is_logged=False)
 

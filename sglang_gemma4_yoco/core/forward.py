@@ -47,10 +47,12 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         try:  # models without a state may be third-party, and their batches too
+            mode = forward_batch.forward_mode
             is_stock = (
-                forward_batch.forward_mode is compat.batch.ForwardMode.DECODE
+                mode is compat.batch.ForwardMode.DECODE  # first, since these are the most
                 or torch.compiler.is_compiling()
                 or STATE_ENTRY not in self.__dict__
+                or not compat.batch.is_prefill(mode)
             )
         except Exception as failure:  # noqa: BLE001 - any failure falls back to stock
             counters.log_failed_forward(failure)
@@ -69,7 +71,7 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def serve_forward(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
     """Run a forward on the path chosen for its batch, and return the model's output."""
-    rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
+    rows = getattr(forward_batch, "extend_num_tokens", None) or 0
     state.planned_rows = None
     try:
         decided = plan.take_plan(state, forward_batch)

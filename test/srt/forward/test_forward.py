@@ -45,7 +45,6 @@ from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.plan import PLAN_ENTRY
 from sglang_gemma4_yoco.core.state import get_state
-from sglang_gemma4_yoco.refusal import Refusal
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -207,15 +206,13 @@ def test_a_forward_that_never_calls_its_norm(
     assert_untouched(engine)
 
 
-def test_a_mode_without_new_tokens(engine: Engine) -> None:
-    """An idle rank's forward, which has no lengths at all, is counted, with no rows."""
-    batch = ForwardBatch(ForwardMode.IDLE, 0, *[torch.zeros(0)] * 3, torch.zeros(0), 0)
-    assert batch.extend_num_tokens is None
-    state = get_state(engine.text_model)
-    idle = forward.EagerForward(state, batch.positions, None, lambda: "stock's")
-    assert forward.serve_forward(state, batch, idle) == "stock's"
-    assert outcomes() == {Refusal("forward mode IDLE", is_logged=False): 1}
-    assert counters.served.rows == {counters.COMPUTED: 0, counters.SKIPPED: 0}
+@pytest.mark.parametrize("mode", [ForwardMode.IDLE, ForwardMode.TARGET_VERIFY])
+def test_what_is_no_prefill_is_not_counted(engine: Engine, mode: ForwardMode) -> None:
+    """An idle rank's forward, and a verify step of speculative decoding."""
+    batch = ForwardBatch(mode, 0, *[torch.zeros(0)] * 3, torch.zeros(0), 0)
+    wrapped = forward.wrap_model_forward(lambda *_: "stock's")
+    assert wrapped(engine.text_model, batch.input_ids, batch.positions, batch) == "stock's"
+    assert outcomes() == {}
 
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:

@@ -19,14 +19,11 @@ from harness.ask import generate, tokens
 from harness.documented import sample
 from harness.server import Server
 from harness.typed_secrets import MARK, VARIABLES, places
-from scripts.environment import REPO
 from sglang_gemma4_yoco import __version__, counters
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.https import API_KEY
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.commands.status import ENTRY, NO_ENTRY
-from sglang_gemma4_yoco.loading.metrics import make_label
-from sglang_gemma4_yoco.refusal import Refusal
 
 Captured = pytest.CaptureFixture[str]
 
@@ -79,7 +76,7 @@ def test_the_sample_in_the_documents(capsys: Captured) -> None:
         (
             [
                 ({"unseen": 1, "lora": 3}, {"computed": 9, "skipped": 0}),
-                ({"unseen": 1, "forward_mode_target_verify": 9}, {}),
+                ({"unseen": 1}, {}),
             ],
             ", but none of 5 prefills was cut: most are lora (docs/slower.md).",
         ),
@@ -101,12 +98,6 @@ def test_how_much_is_cut(
 def test_outcomes_that_count_as_cut() -> None:
     for outcome in counters.CUT:
         assert outcome.startswith(status._CUT)
-
-
-def test_outcomes_that_are_no_prefills() -> None:
-    label = make_label(Refusal("forward mode TARGET_VERIFY"))
-    assert label.startswith(status._NO_PREFILL)
-    assert f"{status._NO_PREFILL}.*" in (REPO / "docs" / "monitoring" / "alerts.yml").read_text()
 
 
 def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> None:
