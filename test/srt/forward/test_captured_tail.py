@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from harness.batches import BATCHES, ONE_BESIDE_TWO, batch_of
@@ -52,10 +53,6 @@ from sglang_gemma4_yoco.core.state import ModelState, get_state
 from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.patched import patched
 
-pytest.importorskip(
-    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend",
-    reason="this SGLang takes its graphs from no platform",
-)
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 MOST = 4
@@ -355,10 +352,9 @@ def test_no_mask_for_drafts_is_allocated(
     monkeypatch.setattr(tail, "init_cuda_graph_state", allocating)
     record_tail(engine, MOST)
     assert (seen, tail.num_draft_tokens) == ([None], 4)
-    verify_mask = pytest.importorskip("sglang.srt.layers.attention.verify_mask")
     sizes = {"max_bs": 1, "max_context_len": 8, "num_draft_tokens": seen[0], "device": "cpu"}
     runner = {"is_draft_runner": False, "skip_prefill": False, "is_read": True}
-    assert verify_mask.maybe_create_verify_mask(**sizes, **runner) is None
+    assert maybe_create_verify_mask(**sizes, **runner) is None
 
 
 def test_captured_in_inference_mode(engine: Engine, eager_state: ModelState) -> None:
