@@ -147,12 +147,7 @@ def test_experts_in_the_tail_are_refused(tiny_checkpoint: Path, tmp_path: Path) 
     engine = Engine(tmp_path / "experts", **ENGINE, load_format="dummy")
     assert engine.text_model.layers[-1].moe is not None
     assert get_state(engine.text_model).unsupported == ServerRefusal(EXPERTS)
-    try:
-        assert_stock(engine, EXPERTS)
-    except AssertionError as failure:
-        if "activation = gelu is not supported" not in str(failure):
-            raise
-        pytest.skip(f"this SGLang cannot run these experts: {failure}")
+    assert_stock(engine, EXPERTS)
 
 
 def test_an_embedding_server_is_refused(
