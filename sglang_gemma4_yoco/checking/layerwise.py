@@ -56,7 +56,6 @@ _TOLERANCES = {
     _OUTPUT: Tolerance(1.5),  # three additions to the residual, and the layer's scale
     _FINAL: Tolerance(2.0),  # the last layer's error, and the norm's
 }
-_OF_LOGITS = Tolerance(3.0, of_rows=True)  # on top of the last layer's and the norm's errors
 
 #: Called with a step, its layer and its rows, which may be overwritten.
 _Visit = Callable[[str, int, torch.Tensor], None]
@@ -331,13 +330,3 @@ def compare_keys_and_values(
         place = f"{what} of layer {layer} in the pool"
         differences.append(rounding.compare_rows(place, one, other, _PROJECTED))
     return differences
-
-
-def compare_logits(
-    expected: torch.Tensor, found: torch.Tensor, *, rows: torch.Tensor
-) -> Difference:
-    """Compare the logits [requests, vocabulary] of stock's last rows with those of the tail.
-
-    The rounding depends on the type of ``rows``, their source, and not on that of the logits.
-    """
-    return rounding.compare_rows("logits", expected, found, _OF_LOGITS, rounded=rows)

@@ -134,22 +134,15 @@ def make_synthetic_requests(
     each = settings.changed(min_skipped_rows=1)
     # SGLang's scheduler would take the event of these forwards for that of its own batch.
     own_event = patched(runner, shared_read_done_event=None)
-    with torch.no_grad(), each, own_event, restore_afterwards(places):
+    with torch.no_grad(), each, own_event, ExitStack() as restored:
+        for place in places:  # each is restored even if another one fails
+            restored.callback(place.copy_, place.clone())
         for r in requests:
             table[r.row, : len(r.slots)] = r.slots.to(table.dtype)
             if mapping is not None:
                 mapping[r.slots] = r.window_slots.to(mapping.dtype)
         _fill_caches(runner, state, requests, window)
         yield SyntheticRequests(runner, state, requests)
-
-
-@contextmanager
-def restore_afterwards(places: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore the contents of these views at the end of the ``with`` block."""
-    with ExitStack() as stack:  # restores the others if one fails
-        for place in places:
-            stack.callback(place.copy_, place.clone())
-        yield
 
 
 def choose_batches(runner: Any, state: ModelState) -> list[list[Lengths]]:

@@ -130,11 +130,9 @@ def add_to_server_info(output: Any) -> None:
 def collect_metrics(labels: Mapping[str, Any]) -> None:
     """Create the metrics with the scheduler's labels, and count in them from now on."""
     every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")
-    if labels.get("tp_rank", 0) == 0 or every_rank:
-        _collect_counters(labels)
+    if labels.get("tp_rank", 0) != 0 and not every_rank:
+        return
 
-
-def _collect_counters(labels: Mapping[str, Any]) -> None:
     import prometheus_client
 
     of_metrics = {

@@ -91,12 +91,11 @@ WRAPPED: dict[tuple[type, str], _Wrap] = {
     # Builds the tail's backend after the runner's, and observes each planned batch. Unnecessary
     # once one backend can hold two plans.
     (_Runner, "init_attention_backends"): _enclose(runner_setup.start_model),
-    # Captures the tail after SGLang's own graphs, at start and after weight updates, and checks it
-    # before it serves; weight updates call the other two directly. Unnecessary once SGLang's runner
-    # captures arbitrary functions of few rows, and has a plugin hook before serving.
+    # Captures the tail after SGLang's own graphs, and checks it before it serves; weight updates
+    # and changes of role capture decode steps alone, by the second. Unnecessary once SGLang's
+    # runner captures arbitrary functions of few rows, and has a plugin hook before serving.
     (_Runner, "init_cuda_graphs"): _SET_UP,
     (_Runner, "init_decode_cuda_graph"): _SET_UP,
-    (_Runner, "init_prefill_cuda_graph"): _SET_UP,
 }
 #: The same for reporting, with classes by name: SGLang may lack these.
 OPTIONAL: dict[tuple[str, str], _Wrap] = {

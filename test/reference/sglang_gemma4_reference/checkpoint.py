@@ -116,7 +116,6 @@ class Gemma4Shape:
     """At most this many tokens per image: 70, 140, 280, 560 or 1120."""
     dtype: str = "float32"
     seed: int = 0
-    attention_bias: bool = False
     # These multiply what ``randomise`` draws; with 1 weights are well-conditioned, see ``scale``.
     sharpness: float = 1.0
     """Factor of the q_norm and k_norm weights in sliding-window layers."""
@@ -240,7 +239,6 @@ def config_dict(shape: Gemma4Shape) -> dict[str, Any]:
         "layer_types": shape.layer_types,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
-        "attention_bias": shape.attention_bias,
         "head_dim": shape.head_dim,
         "global_head_dim": shape.global_head_dim,
         "intermediate_size": shape.intermediate_size,
@@ -345,7 +343,7 @@ def scale(model: Any, shape: Gemma4Shape) -> None:
         for name, weight in layer.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight *= sharpness[kind]
-            elif weight.dim() == 1 and not name.endswith(".bias"):
+            elif weight.dim() == 1:
                 weight[chosen] *= shape.outliers
                 if name.startswith("post_"):
                     weight *= shape.post_norms

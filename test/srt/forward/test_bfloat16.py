@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +89,13 @@ def both_ways(engine: Engine, name: str) -> tuple[Observed, Observed]:
     return stock, fast
 
 
-def all_answers(engine: Engine, switch: str, rounding: int | None = None) -> torch.Tensor:
-    """Return all answers, [prompts, vocab]; with ``rounding``, those of a perturbed stock."""
+def all_answers(engine: Engine, rounding: int) -> torch.Tensor:
+    """Return all answers of stock with perturbed rounding, [prompts, vocab]."""
     found = []
     for prompts in ALL.values():
         scheduled = engine.schedule(prompts)
-        with nullcontext() if rounding is None else rounded_otherwise(engine, rounding):
-            found.append(answers(run(engine, scheduled, switch)))
+        with rounded_otherwise(engine, rounding):
+            found.append(answers(run(engine, scheduled, "0")))
     return torch.cat(found)
 
 
@@ -105,7 +104,7 @@ def rounded(engine: Engine) -> list[torch.Tensor]:
     """Return stock's answers to all prompts, under four perturbations of its rounding."""
     found: list[torch.Tensor] = []
     for rounding in range(4):
-        found.append(all_answers(engine, "0", rounding))
+        found.append(all_answers(engine, rounding))
     return found
 
 

@@ -21,10 +21,10 @@ from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from harness.batches import BATCHES, ONE_BESIDE_TWO, batch_of
-from harness.checking import tensors_unchanged
 from harness.decode_graphs import record_tail, recorded_decode_steps, static_tensors
 from harness.forwards import (
     ENGINE,
@@ -52,10 +52,6 @@ from sglang_gemma4_yoco.core.state import ModelState, get_state
 from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.patched import patched
 
-pytest.importorskip(
-    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend",
-    reason="this SGLang takes its graphs from no platform",
-)
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 MOST = 4
@@ -135,32 +131,23 @@ def test_a_graph_that_takes_a_row_for_another_is_not_used(
     assert_fast(engine, TWO_PROMPTS)
 
 
-@pytest.mark.parametrize("is_own", [True, False], ids=["this rank's", "another rank's"])
 def test_one_graph_that_rounds_differently(
-    engine: Engine, eager_state: ModelState, said: Callable[..., list[str]], is_own: bool
+    engine: Engine, eager_state: ModelState, said: Callable[..., list[str]]
 ) -> None:
     """The next larger graph is replayed instead, and was compared with as much padding."""
     stock, compared = tail_graphs.compare_graph, dict[int, tuple[int, ...]]()
 
     def compare(tail: TailGraphs, runner: Any, size: int) -> list[rounding.Difference]:
         compared[size] = tail.rows
-        if is_own and size == 2:
+        if size == 2:
             return [rounding.make_defect("a kernel for few rows")]
         return stock(tail, runner, size)
 
-    def disagree(found: str) -> str | None:
-        if not is_own and found == "the graph for 2 rows agrees: True":
-            return ranks.NOT_ALIKE
-        return None
-
-    with (
-        mock.patch.object(tail_graphs, "compare_graph", compare),
-        mock.patch.object(ranks, "find_difference", disagree),
-    ):
+    with mock.patch.object(tail_graphs, "compare_graph", compare):
         tail = record_tail(engine, MOST)
     assert tail.rows == (1, 4)
     assert compared == {1: (1, 2, 4), 2: (1, 2, 4), 4: (1, 4)}
-    assert len(said(logging.ERROR)) == is_own
+    assert len(said(logging.ERROR)) == 1
     assert_replayed(engine, TWO_PROMPTS)
     assert outcomes() == {counters.TAIL_CAPTURED: 1}
 
@@ -355,10 +342,9 @@ def test_no_mask_for_drafts_is_allocated(
     monkeypatch.setattr(tail, "init_cuda_graph_state", allocating)
     record_tail(engine, MOST)
     assert (seen, tail.num_draft_tokens) == ([None], 4)
-    verify_mask = pytest.importorskip("sglang.srt.layers.attention.verify_mask")
     sizes = {"max_bs": 1, "max_context_len": 8, "num_draft_tokens": seen[0], "device": "cpu"}
     runner = {"is_draft_runner": False, "skip_prefill": False, "is_read": True}
-    assert verify_mask.maybe_create_verify_mask(**sizes, **runner) is None
+    assert maybe_create_verify_mask(**sizes, **runner) is None
 
 
 def test_captured_in_inference_mode(engine: Engine, eager_state: ModelState) -> None:
@@ -426,17 +412,6 @@ def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> No
         assert len(graph) > 20 * (LAYERS - FIRST_CUT)
         assert graph.undeclared(declared, planned) == [], rows
         assert len(graph.undeclared(without_rows, planned)) == 1
-
-
-# ---------------------------------------------------------------- comparisons
-
-
-def test_a_comparison_leaves_tables_and_caches_as_they_were(
-    engine: Engine, tail: TailGraphs
-) -> None:
-    engine.schedule(TWO_PROMPTS)  # overwrites what comparisons write, which is the same each time
-    with tensors_unchanged(engine):
-        assert tail_graphs.check_graphs(tail, engine.runner) is None
 
 
 # ---------------------------------------------------------------- failures

@@ -9,33 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
-from harness.observe import assert_stock as assert_all_rows
-from harness.observe import run
+from harness.forwards import assert_fast, assert_stock
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat, counters, log
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core.forward import wrap_model_forward
 from sglang_gemma4_yoco.core.state import STATE_ENTRY
 from sglang_gemma4_yoco.loading import unsupported
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
-
-
-def test_a_forward_that_is_compiled(engine: Engine) -> None:
-    """Nothing is decided or counted while PyTorch traces it."""
-    scheduled = engine.schedule(TWO_PROMPTS)
-    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
-        seen = run(engine, scheduled, "1")
-    assert_all_rows(engine, TWO_PROMPTS, seen)
-    assert not counters.served.forwards
-    assert_fast(engine)
 
 
 def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:

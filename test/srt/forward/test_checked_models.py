@@ -22,7 +22,6 @@ from harness.checking import NEW, REQUESTS, audited, checked, counted, counts, r
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_untouched, norms_that_add_in_place, times
 from harness.observe import assert_same_cache, run
-from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import (
     E2B_TINY,
     E2B_TINY_SHARP,
@@ -107,11 +106,8 @@ def test_a_captured_tail_is_replayed(captured: Engine) -> None:
     with counted(captured) as forwards:
         assert checked(captured).agrees
     suffix, total = NEW[0] - 2 + 1 + NEW[2], sum(NEW)
-    intermediate = REQUESTS
-    if releases.marks_intermediate():
-        intermediate = 0
     # Beside the first replay its layers run eagerly on as many rows as the graph has.
-    expected = [total, REQUESTS, suffix, intermediate, REQUESTS + 1, 0]
+    expected = [total, REQUESTS, suffix, 0, REQUESTS + 1, 0]
     assert [f[-1] for f in forwards] == expected
 
 

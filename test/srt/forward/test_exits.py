@@ -29,6 +29,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness import prefill_exits
 from harness.batches import batch_of
+from harness.checking import audited, counts
 from harness.decode_graphs import record_tail
 from harness.forwards import ENGINE, InjectedError, state_of
 from harness.layer_rows import FIRST_CUT, LAYERS
@@ -47,7 +48,7 @@ from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
-from sglang_gemma4_yoco.checking import audit, exit_check, rounding
+from sglang_gemma4_yoco.checking import audit, exit_check
 from sglang_gemma4_yoco.checking import self_check as check_at_start
 from sglang_gemma4_yoco.checking.synthetic_requests import SyntheticRequests
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
@@ -351,24 +352,12 @@ def test_what_is_found_of_a_served_batch(engine: Engine, prompts: list[Prompt]) 
     intermediate = prefill_exits.is_intermediate(prompts)
     batch = engine.schedule(prompts)
     stock = run(engine, batch, intermediate=intermediate)
-    worst, seen = audited(engine, batch, intermediate=intermediate)
-    assert worst.is_rounding
-    assert worst.excess < 0.5
+    with audited(engine):
+        seen = run(engine, batch, fast=True, intermediate=intermediate)
+    assert counts() == (1, 0)
+    assert counters.served.audits.worst < 0.5
     assert seen.segments == 2 * WHOLE  # of one graph, which counts its latest replay
     assert all(map(torch.equal, seen.cache, stock.cache))
-
-
-def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Difference, Any]:
-    """Return a forward's worst difference, and the forward."""
-    found: list[rounding.Difference] = []
-
-    def compare(forward: ExitForward, plan: Any, output: torch.Tensor) -> torch.Tensor:
-        found.extend(exit_check.compare_exit(forward, plan, output))
-        return output
-
-    with patched(state_of(engine), after_cut=compare):
-        seen = run(engine, batch, fast=True, **kind)
-    return rounding.find_worst(found), seen
 
 
 # ---------------------------------------------------------------- opened, and closed

@@ -3,7 +3,7 @@
 A *site* is a call that a line of the package makes: file and line, what is called, and the phase
 in which that happens. One site of a prefill whose tail runs eagerly, for example, is::
 
-    K and V: core/donor.py:47 calls linear
+    K and V: models/gemma4.py:137 calls linear
 
 No site is written down here. A forward, or a part of the start, first runs without failures, and
 Python's profiler (``sys.setprofile``), which sees every call, notes those that lines of the package

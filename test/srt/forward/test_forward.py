@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -121,27 +120,6 @@ def test_a_failure_is_served_by_stock(
     fast = run(engine, scheduled, "1")
     assert fast.rows[-1] < stock.rows[-1]
     assert_same_answers(stock, fast, TOLERANCE)
-
-
-def test_each_kind_of_failure_is_logged_once(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduled = engine.schedule(BATCHES["one prompt"])
-    numbers = count()
-
-    class VaryingError(Exception):
-        def __init__(self, _: str) -> None:
-            super().__init__(f"{next(numbers)} bytes are missing")
-
-    with caplog.at_level("ERROR", log.logger.name):
-        for error in (VaryingError, VaryingError, InjectedError, VaryingError):
-            with failing(engine, "first tail layer", error=error):
-                run(engine, scheduled, "1")
-    first, second = caplog.records
-    assert first.exc_info
-    assert "VaryingError" in first.getMessage()
-    assert "InjectedError" in second.getMessage()
-    assert outcomes() == {counters.FAILED: 4}
 
 
 def test_failures_in_a_row_turn_the_fast_path_off(

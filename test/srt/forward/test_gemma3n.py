@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.models.gemma3n_causal import Gemma3nForCausalLM
 from sglang.srt.models.gemma3n_mm import Gemma3nForConditionalGeneration
@@ -63,14 +62,9 @@ def engine(checkpoint: Path) -> Engine:
     return Engine(checkpoint, **ENGINE)
 
 
-@pytest.mark.parametrize("prompts", [*BATCHES.values(), CHUNKS], ids=[*BATCHES, "chunks"])
-def test_on_equals_off(engine: Engine, prompts: list[Prompt]) -> None:
-    assert type(engine.runner.model) is Gemma3nForCausalLM
-    assert_fast(engine, prompts)
-
-
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_random_batches(engine: Engine, name: str) -> None:
+    assert type(engine.runner.model) is Gemma3nForCausalLM
     holds(engine, PROPERTIES[name], longest=200, most=5, examples=5, floor=5)
 
 
@@ -162,16 +156,11 @@ def test_another_layer_loop() -> None:
         assert model.layers == [layer] * 3
 
 
-def test_flashinfer(engine: Engine) -> None:
-    """It cannot run here, nor is it known to be right for other models."""
+def test_flashinfer() -> None:
+    """It cannot run here."""
     module, _, name = backends.FLASHINFER.rpartition(".")
     kind = type(name, (), {"__module__": module})
     assert unsupported.find_backend_reason(kind(), gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
-    both = object.__new__(HybridAttnBackend)
-    both.prefill_backend, both.decode_backend = engine.runner.attn_backend, kind()
-    assert unsupported.find_backend_reason(both, gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
-    unproven = "the attention backend FlashInferAttnBackend is not known to be correct"
-    assert str(unsupported.find_backend_reason(kind(), gemma4.ATTENTION)) == unproven
 
 
 def test_no_exit_is_noted_in_captured_prefills(engine: Engine) -> None:

@@ -7,11 +7,9 @@ the KV canary, with which a server runs as stock, in ``unit/test_limits``.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from importlib.metadata import version
 from unittest import mock
 
 import pytest
-from packaging.version import Version
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.utils.async_probe import maybe_detect_oob
@@ -21,15 +19,8 @@ from harness.forwards import CHUNKS, assert_fast
 from harness.layer_rows import FIRST_SHARED
 from harness.observe import run
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat
 
-pytestmark = [
-    pytest.mark.skipif(
-        Version(version("sglang")) < compat.release.LAST_TESTED,
-        reason="needs the checks of SGLang 0.5.23",
-    ),
-    pytest.mark.usefixtures("forgotten_reports"),
-]
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
 def test_checks_of_numbers_and_indices(engine: Engine) -> None:

@@ -120,6 +120,8 @@ def test_fields_that_are_gone(
     why = refusal(caplog)
     for name in compat.names._FIELDS:
         assert f"ForwardBatch.{name}" in why
+    for of_other_models in ("dimensions", "encoder_lens", "engram_history"):
+        assert of_other_models not in why
     assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -31,13 +30,7 @@ from sglang_gemma4_yoco.loading import metrics, patch, unsupported
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.patched import patched
 
-pytestmark = [
-    pytest.mark.usefixtures("forgotten_reports"),
-    pytest.mark.skipif(
-        Version(version("sglang")) < compat.release.LAST_TESTED,
-        reason="the harness adds the change to the newest release only",
-    ),
-]
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 ROWS = 43  # of the two prompts
 

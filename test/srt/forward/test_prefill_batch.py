@@ -6,7 +6,6 @@ padding into the cache, for example, unless the batch says how many of them are 
 
 from __future__ import annotations
 
-import functools
 from enum import Enum
 from typing import Any
 
@@ -127,12 +126,8 @@ def test_what_every_batch_of_a_server_captures(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, mode: CaptureHiddenMode
 ) -> None:
     """All batches of a server that may return hidden states have the same mode."""
-    name = "get_server_return_hidden_states_mode"
-    if not hasattr(forward_batch_info, name):
-        pytest.skip("in this SGLang a batch captures what its requests want")
-    # With the signature of this SGLang's own function.
-    of_server = functools.wraps(getattr(forward_batch_info, name))(lambda *_: mode)
-    monkeypatch.setattr(forward_batch_info, name, of_server)
+    of_server = "get_server_return_hidden_states_mode"
+    monkeypatch.setattr(forward_batch_info, of_server, lambda: mode)
     prompts, _ = KINDS["one request"]
     theirs = of_sglang(engine, prompts)
     assert theirs.capture_hidden_mode is mode

@@ -19,8 +19,8 @@ from harness.batches import batch_of
 from harness.breakages import BREAKAGES
 from harness.checking import result_of_check
 from harness.decode_graphs import recorded_decode_steps
-from harness.forwards import ENGINE, assert_fast, assert_stock, attention_of, outcomes, state_of
-from sglang_gemma4_reference.engine import Engine, settings_changed
+from harness.forwards import ENGINE, assert_fast, assert_stock, outcomes, state_of
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import self_check as check
@@ -75,12 +75,6 @@ def test_with_the_setting_it_extends_eagerly(
         assert_fast(engine, PROMPTS, tail_mode="EXTEND")
 
 
-def test_its_decode_step_is_never_run(engine: Engine, untested: Callable[..., None]) -> None:
-    untested(untested=True)
-    with patched(attention_of(engine).tail, forward_decode=None):
-        assert_fast(engine, PROMPTS, tail_mode="EXTEND")
-
-
 def test_a_check_that_finds_a_defect_turns_it_off(
     engine: Engine, untested: Callable[..., None]
 ) -> None:
@@ -106,12 +100,3 @@ def test_without_the_check_it_is_stock(engine: Engine, untested: Callable[..., N
     needs = "SGLANG_GEMMA4_YOCO_UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF_CHECK=1"
     assert reason.text.endswith(needs)
     assert_stock(engine, reason, PROMPTS)
-
-
-def test_a_model_outside_of_a_server_is_stock(engine: Engine) -> None:
-    """So is the helper of SGLang's PR, which asks before a runner has started the model."""
-    with mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0")):
-        with settings_changed(untested=False):
-            assert unsupported.find_server_reason() is not None
-        with settings_changed(untested=True), patched(compat.server, has_name=lambda _: True):
-            assert unsupported.find_server_reason() is None

@@ -28,18 +28,20 @@ def test_a_line_is_the_same_whatever_it_has_measured(said: Callable[..., list[st
     assert said() == lines
 
 
-def test_the_same_error_at_another_place_is_another_failure(said: Callable[..., list[str]]) -> None:
-    """An error is logged once for each line that raises it, whatever its message is."""
+def test_another_type_or_place_is_another_failure(said: Callable[..., list[str]]) -> None:
+    """An error is logged once for its type and the line that raises it, whatever its message."""
 
-    def fail(message: str, *, early: bool) -> None:
+    def fail(error: Exception, *, early: bool) -> None:
         try:
             if early:
-                raise MemoryError(message)
-            raise MemoryError(message)
-        except MemoryError as error:
-            log.log_failure("a prefill failed", error)
+                raise error
+            raise error
+        except Exception as raised:  # noqa: BLE001 - of any type
+            log.log_failure("a prefill failed", raised)
 
-    for message in ("1 MiB", "2 MiB"):
-        fail(message, early=True)
-        fail(message, early=False)
-    assert said() == ["a prefill failed: MemoryError('1 MiB')"] * 2
+    for size in ("1 MiB", "2 MiB"):
+        fail(MemoryError(size), early=True)
+        fail(MemoryError(size), early=False)
+        fail(ValueError(size), early=False)
+    of_memory = "a prefill failed: MemoryError('1 MiB')"
+    assert said() == [of_memory, of_memory, "a prefill failed: ValueError('1 MiB')"]
