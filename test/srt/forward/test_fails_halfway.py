@@ -205,7 +205,7 @@ class Way(NamedTuple):
     outcome: str
 
 
-# SGLang replays a prefill of more than half as many tokens as its graph has.
+# SGLang replays a prefill of at least half as many tokens as its graph has.
 WAYS = {
     "eager": Way((*batch_of((10, 20), logprob_start=15), *batch_of((0, 9))), counters.TAIL_EAGER),
     "captured": Way(tuple(batch_of((9, 20))), counters.TAIL_CAPTURED),

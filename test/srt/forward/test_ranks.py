@@ -81,7 +81,7 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     from harness.decode_graphs import record_tail
     from sglang_gemma4_reference import prefill_graphs
 
-    bucket = 80  # SGLang replays a batch that fills more than half of it, as all here do
+    bucket = 80  # SGLang replays a batch that fills at least half of it, as all here do
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED | {"cuda_graph_bs_prefill": [bucket]})
         with one_graph_that_differs(rank):

@@ -43,7 +43,7 @@ DEVICE, PRESET = ("cpu", "E2B_TINY") if ON_A_CPU else ("cuda", "E2B")
 BUCKETS = [16, 32, 64, 128] if ON_A_CPU else [16, 32, 64, 128, 256, 512, 600, 1024, 2048]
 LARGEST = BUCKETS[-1]
 FULL = {f"{rows} tokens": batch_of((0, rows)) for rows in BUCKETS}
-#: Each batch fills more than half of its bucket, so that it is replayed.
+#: Each batch fills at least half of its bucket, so that it is replayed.
 BATCHES = {
     **FULL,
     "one row of padding": batch_of((0, LARGEST - 1)),

@@ -98,7 +98,7 @@ def run(
 
 
 def is_replayed(rows: int) -> bool:
-    """Return True if SGLang replays a batch of ``rows`` rows, more than half of a bucket."""
+    """Return True if SGLang replays a batch of ``rows`` rows, at least half of a bucket."""
     return any(rows <= bucket <= 2 * rows for bucket in BUCKETS)
 
 

@@ -78,7 +78,7 @@ def both_servers(
 
 
 def bucket_of(prefill: Prefill) -> int | None:
-    """Return SGLang's graph for a prefill, more than half of whose bucket must be used."""
+    """Return SGLang's graph for a prefill, at least half of whose bucket must be used."""
     total = sum(prefill.extend_lens)
     for bucket in BUCKETS:
         if total <= bucket <= 2 * total and not prefill.multimodal:
