@@ -2,7 +2,7 @@
 
 Each reason has a row here, and what SGLang has changed since shows here first. That a refused
 server runs as stock is shown once on a runner (``forward/test_refused``) and once on a server
-(``server/test_refused_flags``).
+(``server/test_untested_server``).
 """
 
 from __future__ import annotations
