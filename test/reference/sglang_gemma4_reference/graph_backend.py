@@ -16,9 +16,9 @@ import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_flags, get_parallel
 
-from sglang_gemma4_reference import recorder, releases
+from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.recorder import RecordedGraph
 
 _WARM_UPS = 2
@@ -141,8 +141,8 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
 
 def runner_of_decode_steps(model_runner: Any) -> DecodeCudaGraphRunner:
     """Return SGLang's own runner, which captures decode steps as they are and compiles none."""
-    releases.compile_no_decode_steps()
-    return DecodeCudaGraphRunner(model_runner)
+    with get_flags().capture.override(enable_torch_compile=False):
+        return DecodeCudaGraphRunner(model_runner)
 
 
 def give_graphs_to_torch_cpu() -> None:
