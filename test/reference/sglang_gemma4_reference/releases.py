@@ -38,9 +38,11 @@ def enable_graphs(captures: Callable[[str], bool]) -> None:
     """
     import torch
 
-    from sglang_gemma4_reference import graph_backend
+    from sglang_gemma4_reference import graph_backend, recorder
 
-    graph_backend.give_graphs_to_torch_cpu()
+    device: Any = torch.cpu  # SGLang's module of this device
+    device.graph_pool_handle = graph_backend.Pool
+    device.is_current_stream_capturing = recorder.is_recording
     # With a PyTorch for CUDA it queries CUDA for the stream of the current device.
     stream, replacement = "get_current_device_stream_fast", lambda: torch.cpu.current_stream()
     _replace_everywhere("sglang.srt.utils.common", stream, replacement)
