@@ -192,7 +192,7 @@ class Engine:
         self.runner.req_to_token_pool.clear()
         allocator = self.runner.token_to_kv_pool_allocator
         allocator.clear()
-        for layer in self._layers_with_kv:
+        for layer in self.layers_with_kv:
             for buffer in self._buffers(layer):
                 buffer.fill_(_poison_of(buffer.dtype))
         if seed is None:
@@ -264,7 +264,8 @@ class Engine:
         return self.runner.forward(forward_batch).logits_output
 
     @property
-    def _layers_with_kv(self) -> range:
+    def layers_with_kv(self) -> range:
+        """Return the indices of the layers that own K and V, which come first."""
         config = self.text_model.config
         return range(config.num_hidden_layers - config.num_kv_shared_layers)
 
@@ -275,7 +276,7 @@ class Engine:
     def kv_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for layer in self._layers_with_kv:
+        for layer in self.layers_with_kv:
             found.append(self._buffers(layer))
         return found
 
@@ -291,7 +292,7 @@ class Engine:
 
         The poison is finite: masked keys of a softmax may be read.
         """
-        for layer in self._layers_with_kv:
+        for layer in self.layers_with_kv:
             slots = self._written_slots(batch, layer)
             for buffer in self._buffers(layer):
                 buffer[slots] = _poison_of(buffer.dtype)
@@ -299,7 +300,7 @@ class Engine:
     def written(self, batch: ScheduleBatch) -> list[torch.Tensor]:
         """Return copies of K and V, at the slots that ``batch`` writes, of layers that own some."""
         found: list[torch.Tensor] = []
-        for layer in self._layers_with_kv:
+        for layer in self.layers_with_kv:
             for buffer in self._buffers(layer):
                 found.append(buffer[self._written_slots(batch, layer)])
         return found

@@ -35,7 +35,7 @@ from harness.call_sites import PACKAGE, SGLANGS, call_of, is_of_package
 from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, InjectedError, attention_of, outcomes, state_of, times
-from harness.observe import TOLERANCE, batch_in, fields_of, without_padding
+from harness.observe import TOLERANCE, fields_of, without_padding
 from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
@@ -46,6 +46,7 @@ from sglang_gemma4_reference.engine import (
     settings_changed,
     switched,
 )
+from sglang_gemma4_reference.row_trace import batch_given
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.loading import runner_setup
@@ -245,7 +246,7 @@ def serve(
     seen = [(batch, fields_of(batch))]
 
     def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = batch_in(args, kwargs)  # SGLang's eager runner copies the batch
+        given = batch_given(args, kwargs)  # SGLang's eager runner copies the batch
         seen.append((given, fields_of(given)))
 
     answer, expected = None, nullcontext() if raises is None else pytest.raises(raises)
