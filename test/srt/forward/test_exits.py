@@ -348,10 +348,9 @@ def test_a_tail_that_is_not_captured(engine: Engine) -> None:
 @pytest.mark.parametrize("prompts", [FULL, SEVERAL, CHUNK])
 def test_what_is_found_of_a_served_batch(engine: Engine, prompts: list[Prompt]) -> None:
     """The graph runs to its end as well; the pool keeps its K and V."""
-    intermediate = prefill_exits.is_intermediate(prompts)
     batch = engine.schedule(prompts)
-    stock = run(engine, batch, intermediate=intermediate)
-    worst, seen = audited(engine, batch, intermediate=intermediate)
+    stock = run(engine, batch)
+    worst, seen = audited(engine, batch)
     assert worst.is_rounding
     assert worst.excess < 0.5
     assert seen.segments == 2 * WHOLE  # of one graph, which counts its latest replay

@@ -64,14 +64,7 @@ class Run:
     cache: list[torch.Tensor]
 
 
-def run(
-    engine: Engine,
-    batch: Any,
-    *,
-    fast: bool = False,
-    eagerly: bool = False,
-    intermediate: bool = False,
-) -> Run:
+def run(engine: Engine, batch: Any, *, fast: bool = False, eagerly: bool = False) -> Run:
     """Run one forward, over slots whose K and V are poisoned."""
     graphs = engine.runner.prefill_cuda_graph_runner
     switch = "0"
@@ -85,7 +78,7 @@ def run(
         if eagerly:
             refused = mock.patch.object(graphs, "can_run_graph", return_value=False)
             span.enter_context(refused)
-        output = engine.forward(batch, intermediate=intermediate)
+        output = engine.forward(batch)
     segments = 0
     for graph in recorder.replays:
         if isinstance(graph, RecordedPrefill):
@@ -138,11 +131,6 @@ def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[Ou
     return len(engine.text_model.layers) + 1, TO_THE_END
 
 
-def is_intermediate(prompts: Sequence[Prompt]) -> bool:
-    """Return True if no prompt of the batch ends in it."""
-    return all(prompt.to_come for prompt in prompts)
-
-
 def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = None) -> Outcome:
     """Assert that all three paths give the same answers and cache; return the fast one's outcome.
 
@@ -151,12 +139,12 @@ def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = 
     Args:
         chunk: the batch of ``prompts``, if it continues another one.
     """
-    batch, intermediate = chunk or engine.schedule(prompts), is_intermediate(prompts)
+    batch = chunk or engine.schedule(prompts)
     layers = len(engine.text_model.layers)
-    eager = run(engine, batch, eagerly=True, intermediate=intermediate)
-    stock = run(engine, batch, intermediate=intermediate)
+    eager = run(engine, batch, eagerly=True)
+    stock = run(engine, batch)
     with strict_exits():
-        fast = run(engine, batch, fast=True, intermediate=intermediate)
+        fast = run(engine, batch, fast=True)
     rows = new_rows(prompts)
     assert (eager.segments, stock.segments) == (0, (layers + 1) * is_replayed(rows))
     assert eager.outcomes == stock.outcomes == {SWITCHED_OFF: 1}
@@ -166,7 +154,7 @@ def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = 
     for one in (stock, fast):
         close(one.cache, eager.cache)
         assert one.logits.isfinite().all()
-        if not intermediate:
+        if not all(prompt.to_come for prompt in prompts):
             close(one.logits, eager.logits)
             assert (one.logprobs is None) == (eager.logprobs is None)
             if eager.logprobs is not None:
