@@ -56,13 +56,9 @@ pytest_plugins = ["harness.own_process"]
 # For the servers and all other processes that the tests start.
 os.environ["PYTHONPATH"] = python_path(Path(__file__).parent / "harness" / "quick_start")
 
-#: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs.
-FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts", "rehearsal", "gpu")
-
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test with its folder's name."""
-    assert _folder(item) in FOLDERS, f"{item.path}: test/README.md names no such folder"
+    """Mark a test with its folder's name, so that ``-m "unit or forward"`` chooses what runs."""
     item.add_marker(_folder(item))
 
 
