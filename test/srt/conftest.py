@@ -44,7 +44,7 @@ from harness.server import (
     running,
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import reset_log, settings_changed
+from sglang_gemma4_reference.engine import reset_log
 from sglang_gemma4_yoco import log, settings
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 def setting() -> Iterator[Callable[..., None]]:
     """Yield a function that changes settings, by their fields, for the rest of the test."""
     with ExitStack() as stack:
-        yield lambda **fields: stack.enter_context(settings_changed(**fields))
+        yield lambda **fields: stack.enter_context(settings.changed(**fields))
 
 
 @pytest.fixture

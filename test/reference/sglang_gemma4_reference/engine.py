@@ -26,6 +26,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
+from sglang_gemma4_yoco import counters, log
+from sglang_gemma4_yoco.core import state
 from sglang_gemma4_yoco.refusal import Refusal
 
 
@@ -63,9 +65,6 @@ SWITCHED_OFF = Refusal("switched off for the span")
 
 def switched(value: str) -> AbstractContextManager[object]:
     """Turn the fast path on (``1``) or off (``0``) in the ``with`` block."""
-    # Imported late, so that it is the copy of the package that is under test.
-    from sglang_gemma4_yoco.core import state
-
     span = ExitStack()
     if value == "0":
         for known in list(state._attached):  # an earlier engine may still be in memory
@@ -73,17 +72,8 @@ def switched(value: str) -> AbstractContextManager[object]:
     return span
 
 
-def settings_changed(**values: Any) -> AbstractContextManager[None]:
-    """Change settings of the package, by their fields, in the ``with`` block."""
-    from sglang_gemma4_yoco import settings
-
-    return settings.changed(**values)
-
-
 def reset_log() -> None:
     """Reset the package's counters and its logged lines."""
-    from sglang_gemma4_yoco import counters, log
-
     log._logged.clear()
     fresh = counters.Counters(observers=counters.served.observers)
     vars(counters.served).update(vars(fresh))

@@ -28,8 +28,8 @@ from harness.forwards import (
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import run
 from harness.stand_ins import Doubled, Packed, halved_weights
-from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core.state import get_state
@@ -47,7 +47,7 @@ def donor_layer(engine: Engine) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def trusted(engine: Engine) -> Iterator[None]:
     """Trust the classes of the tests, which are third-party code and would refuse a server."""
-    with settings_changed(trust=(__name__, "harness.forwards", "harness.stand_ins")):
+    with settings.changed(trust=(__name__, "harness.forwards", "harness.stand_ins")):
         yield
 
 

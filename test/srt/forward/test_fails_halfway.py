@@ -43,11 +43,10 @@ from sglang_gemma4_reference.engine import (
     Engine,
     Prompt,
     reset_log,
-    settings_changed,
     switched,
 )
 from sglang_gemma4_reference.row_trace import batch_given
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.prefill_exits import exit_setup
@@ -159,7 +158,7 @@ ROWS = 1  # prompts of a batch whose tail is captured
 def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
     """Yield an engine whose prefills and tail are captured, and can be captured again."""
     recorded = RECORDED | {"cuda_graph_bs_decode": [ROWS], "cuda_graph_bs_prefill": [64]}
-    with graphs_on_a_cpu.recordable(), settings_changed(graph_rows=ROWS):
+    with graphs_on_a_cpu.recordable(), settings.changed(graph_rows=ROWS):
         engine = Engine(tiny_checkpoint, **ENGINE, **recorded)
         with recorded_decode_steps(engine):
             yield engine

@@ -32,10 +32,10 @@ from harness.observe import without_padding
 from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, assert_served_alike, run
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import recorder, releases
-from sglang_gemma4_reference.engine import Engine, reset_log, settings_changed
+from sglang_gemma4_reference.engine import Engine, reset_log
 from sglang_gemma4_reference.platform import CAPTURED
 from sglang_gemma4_reference.recorder import RecordedGraph
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.core import eligibility
@@ -63,7 +63,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
         patched.setenv(CAPTURED, "decode")
         patched.setattr(prefill_exits, "BUCKETS", [32])
         engine = Engine(tiny_checkpoint, **ENGINE, **captured)
-        with settings_changed(graph_rows=1):
+        with settings.changed(graph_rows=1):
             start_again(engine)
             yield engine
 

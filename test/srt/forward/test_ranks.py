@@ -33,8 +33,8 @@ from harness.observe import both_ways, run, skips_tail
 from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import gemma3n, recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, settings_changed
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
 from sglang_gemma4_yoco.core import eligibility, ranks, state
 from sglang_gemma4_yoco.core.state import get_state
@@ -188,7 +188,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
 
 def with_settings_of_its_own(rank: int, engine: Engine) -> None:
     """Assert that other settings or versions on one rank make all ranks run as stock."""
-    with settings_changed(self_check=rank == 0):
+    with settings.changed(self_check=rank == 0):
         engine.runner.init_attention_backends()
     assert get_state(engine.text_model).report.check is None
     assert_stock(engine, ranks.NOT_ALIKE)
@@ -203,7 +203,7 @@ def with_a_norm_that_is_called_differently(engine: Engine) -> None:
 
     engine.runner.init_attention_backends()
     model, batch = engine.text_model, engine.schedule(ONE_PROMPT)
-    trusted = settings_changed(trust=(norm_called.__module__,))  # to be taken for SGLang's own
+    trusted = settings.changed(trust=(norm_called.__module__,))  # to be taken for SGLang's own
     with trusted, norm_called(engine, with_one_argument_more):
         assert get_state(model).unsupported is None
         assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
@@ -219,7 +219,7 @@ def with_audits(rank: int, engine: Engine) -> None:
     from sglang_gemma4_yoco.checking import audit
     from sglang_gemma4_yoco.models import gemma4
 
-    with settings_changed(audit=1, audit_strict=True):
+    with settings.changed(audit=1, audit_strict=True):
         engine.runner.init_attention_backends()
         state = get_state(engine.text_model)
         starting.set_up(engine.runner, state)

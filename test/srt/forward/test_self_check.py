@@ -38,7 +38,7 @@ from harness.layer_rows import FIRST_SHARED, LAYERS
 from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, settings_changed
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.checking import layerwise
 from sglang_gemma4_yoco.checking import self_check as check
@@ -225,7 +225,7 @@ def test_it_runs_once_and_the_start_line_has_its_worst_comparison(
 def test_a_server_that_fails_is_served_by_stock(
     started: ModelState, engine: Engine, said: Callable[..., list[str]]
 ) -> None:
-    with settings_changed(self_check=True), BREAKAGES["rows of the next request"](started):
+    with settings.changed(self_check=True), BREAKAGES["rows of the next request"](started):
         on, [error] = lines_of_start(engine, said)
     assert on == []
     assert f"is off for this server: {check.CHECK_FAILED}; error " in error

@@ -20,8 +20,8 @@ from harness.breakages import BREAKAGES
 from harness.checking import result_of_check
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_fast, assert_stock, attention_of, outcomes, state_of
-from sglang_gemma4_reference.engine import Engine, settings_changed
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.loading import unsupported
@@ -111,7 +111,7 @@ def test_without_the_check_it_is_stock(engine: Engine, untested: Callable[..., N
 def test_a_model_outside_of_a_server_is_stock(engine: Engine) -> None:
     """So is the helper of SGLang's PR, which asks before a runner has started the model."""
     with mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0")):
-        with settings_changed(untested=False):
+        with settings.changed(untested=False):
             assert unsupported.find_server_reason() is not None
-        with settings_changed(untested=True), patched(compat.server, has_name=lambda _: True):
+        with settings.changed(untested=True), patched(compat.server, has_name=lambda _: True):
             assert unsupported.find_server_reason() is None

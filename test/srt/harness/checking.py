@@ -12,8 +12,8 @@ import torch
 from harness.forwards import assert_fast, assert_untouched
 from harness.layer_rows import LAYERS
 from harness.observe import assert_same_cache, run
-from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.checking.self_check import CheckResult
@@ -58,7 +58,7 @@ def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator
     """Audit the engine's prefills in the ``with`` block."""
     state = get_state(engine.text_model)
     reason = state.unsupported
-    with settings_changed(audit=every, audit_strict=strict):
+    with settings.changed(audit=every, audit_strict=strict):
         state.after_cut = audit.make_auditor(engine.runner, state)
     try:
         yield state
