@@ -276,10 +276,10 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 @pytest.fixture
 def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
     """Turn the fast path on again after a test, whatever turned it off."""
-    from sglang_gemma4_yoco.core.state import get_state
+    from harness.forwards import state_of
 
     yield
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     state.failures_in_a_row, state.unsupported = 0, None
 
 

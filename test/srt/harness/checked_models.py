@@ -29,6 +29,7 @@ import torch
 from harness import checking
 from harness.breakages import BREAKAGES
 from harness.decode_graphs import recorded_decode_steps
+from harness.forwards import state_of
 from sglang_gemma4_reference import checkpoint, interpreter
 from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E2B_MINI, E2B_TINY, E4B_HOST, E4B_MINI
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
@@ -36,7 +37,6 @@ from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import audit, rounding, tail_graphs
 from sglang_gemma4_yoco.checking import self_check as check
-from sglang_gemma4_yoco.core.state import get_state
 
 SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)
 POST_NORMS = (0.5, 1.0, 2.0, 4.0)
@@ -228,7 +228,7 @@ def judge(
 
     Proofs compare every graph of the captured tail, full and padded, with its eager layers.
     """
-    state, runner = get_state(engine.text_model), engine.runner
+    state, runner = state_of(engine), engine.runner
     checked = check.check_model(runner, state)
     if checked.worst is None:
         raise SystemExit(f"{result.model}: the self-check compared nothing: {checked}")

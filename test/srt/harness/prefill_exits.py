@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from harness.batches import kept_rows, new_rows, rest_of
+from harness.forwards import state_of
 from harness.observe import skips_tail, without_padding
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
@@ -25,7 +26,6 @@ from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP, TAIL_NOT_CAPTURED
-from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.counters import Outcome
 
 NEEDS_PREFILL_GRAPHS = pytest.mark.skipif(
@@ -120,7 +120,7 @@ TO_THE_END: frozenset[Outcome] = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
 
 def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[Outcome]]:
     """Return the segments that the fast path must run, and the outcomes that may be counted."""
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     if not is_replayed(new_rows(prompts)):
         return 0, EAGERLY
     if skips_tail(prompts):
