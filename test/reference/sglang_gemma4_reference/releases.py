@@ -90,7 +90,8 @@ def as_if_compiled() -> AbstractContextManager[Any]:
     """
     from sglang.srt.runtime_context import get_flags
 
-    return get_flags().capture.override(enable_torch_compile=True)
+    flag: AbstractContextManager[Any] = get_flags().capture.override(enable_torch_compile=True)
+    return flag
 
 
 def record_decode_steps(runner: ModelRunner) -> None:
