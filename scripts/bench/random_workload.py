@@ -116,7 +116,7 @@ def judge_forwards(
     result: Pass, fast: bool, prefills: Sequence[Any], captured: Sequence[int]
 ) -> None:
     """Set the figures of ``result`` about forwards, and note what is wrong with them."""
-    from harness.layer_rows import fast_rows, is_replayed
+    from harness.layer_rows import rows_and_replays
     from sglang_gemma4_reference import workload as kinds
 
     forwards = kinds.outcomes(prefills)
@@ -135,14 +135,12 @@ def judge_forwards(
     result.require(forwards[kinds.ACTIVE], "the fast path was not active")
     result.require(result.replays or not captured, "no tail was replayed")
     for prefill in prefills:
-        minimum = None
-        if is_replayed(prefill, 1, captured):
-            minimum = 1  # one row to skip is enough
-        rows = fast_rows(prefill, minimum, captured)[-1]
-        replays = is_replayed(prefill, minimum, captured)
+        rows, replays = rows_and_replays(prefill, 1, captured)  # one row to skip is enough
+        if not replays:
+            rows, replays = rows_and_replays(prefill, None, captured)
         if kinds.outcome(prefill) != kinds.SERVED_BY_STOCK:
-            right = (prefill.rows[-1], prefill.replays) == (rows, replays)
-            result.require(right, f"a forward with {rows} rows to compute: {prefill}")
+            right = (prefill.rows[-1], prefill.replays) == (rows[-1], replays)
+            result.require(right, f"a forward with {rows[-1]} rows to compute: {prefill}")
 
 
 def make_requests(count: int, seed: int) -> list[Request]:

@@ -8,9 +8,8 @@ import inspect
 import logging
 import os
 import pkgutil
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +44,8 @@ from harness.server import (
     running,
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import reset_log, settings_changed
-from sglang_gemma4_yoco import log, patched, settings
+from sglang_gemma4_reference.engine import reset_log
+from sglang_gemma4_yoco import log, settings
 
 if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
@@ -57,14 +56,9 @@ pytest_plugins = ["harness.own_process"]
 # For the servers and all other processes that the tests start.
 os.environ["PYTHONPATH"] = python_path(Path(__file__).parent / "harness" / "quick_start")
 
-PACKAGE = "sglang_gemma4_yoco"
-#: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs.
-FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts", "rehearsal", "gpu")
-
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test with its folder's name."""
-    assert _folder(item) in FOLDERS, f"{item.path}: test/README.md names no such folder"
+    """Mark a test with its folder's name, so that ``-m "unit or forward"`` chooses what runs."""
     item.add_marker(_folder(item))
 
 
@@ -127,31 +121,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndServ
 
 def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(Path(__file__).parent).parts[0]
-
-
-def _is_own(owner: Any) -> bool:
-    """Return True for an object or a module of the package."""
-    names = type(owner).__module__, getattr(owner, "__name__", "")
-    return any(str(name).split(".")[0] == PACKAGE for name in names)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_object_of_its_own_is_patched() -> Iterator[None]:
-    """Assert that the package patches only SGLang's objects.
-
-    Patching its own objects would hide who decides; construct them with other arguments instead.
-    """
-    stock = patched.patched
-
-    def checked(owner: Any, **attributes: Any) -> AbstractContextManager[None]:
-        assert not _is_own(owner), f"{', '.join(attributes)} of {type(owner).__name__} patched"
-        return stock(owner, **attributes)
-
-    with pytest.MonkeyPatch.context() as changed:
-        for name, module in list(sys.modules.items()):  # later imports get the checked one
-            if name.split(".")[0] == PACKAGE and vars(module).get("patched") is stock:
-                changed.setattr(module, "patched", checked)
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -238,7 +207,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 def setting() -> Iterator[Callable[..., None]]:
     """Yield a function that changes settings, by their fields, for the rest of the test."""
     with ExitStack() as stack:
-        yield lambda **fields: stack.enter_context(settings_changed(**fields))
+        yield lambda **fields: stack.enter_context(settings.changed(**fields))
 
 
 @pytest.fixture
@@ -307,10 +276,10 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 @pytest.fixture
 def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
     """Turn the fast path on again after a test, whatever turned it off."""
-    from sglang_gemma4_yoco.core.state import get_state
+    from harness.forwards import state_of
 
     yield
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     state.failures_in_a_row, state.unsupported = 0, None
 
 

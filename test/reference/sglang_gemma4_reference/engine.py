@@ -26,6 +26,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
+from sglang_gemma4_yoco import counters, log
+from sglang_gemma4_yoco.core import state
 from sglang_gemma4_yoco.refusal import Refusal
 
 
@@ -63,9 +65,6 @@ SWITCHED_OFF = Refusal("switched off for the span")
 
 def switched(value: str) -> AbstractContextManager[object]:
     """Turn the fast path on (``1``) or off (``0``) in the ``with`` block."""
-    # Imported late, so that it is the copy of the package that is under test.
-    from sglang_gemma4_yoco.core import state
-
     span = ExitStack()
     if value == "0":
         for known in list(state._attached):  # an earlier engine may still be in memory
@@ -73,17 +72,8 @@ def switched(value: str) -> AbstractContextManager[object]:
     return span
 
 
-def settings_changed(**values: Any) -> AbstractContextManager[None]:
-    """Change settings of the package, by their fields, in the ``with`` block."""
-    from sglang_gemma4_yoco import settings
-
-    return settings.changed(**values)
-
-
 def reset_log() -> None:
     """Reset the package's counters and its logged lines."""
-    from sglang_gemma4_yoco import counters, log
-
     log._logged.clear()
     fresh = counters.Counters(observers=counters.served.observers)
     vars(counters.served).update(vars(fresh))
@@ -192,7 +182,7 @@ class Engine:
         self.runner.req_to_token_pool.clear()
         allocator = self.runner.token_to_kv_pool_allocator
         allocator.clear()
-        for layer in self._layers_with_kv:
+        for layer in self.layers_with_kv:
             for buffer in self._buffers(layer):
                 buffer.fill_(_poison_of(buffer.dtype))
         if seed is None:
@@ -264,7 +254,8 @@ class Engine:
         return self.runner.forward(forward_batch).logits_output
 
     @property
-    def _layers_with_kv(self) -> range:
+    def layers_with_kv(self) -> range:
+        """Return the indices of the layers that own K and V, which come first."""
         config = self.text_model.config
         return range(config.num_hidden_layers - config.num_kv_shared_layers)
 
@@ -275,7 +266,7 @@ class Engine:
     def kv_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for layer in self._layers_with_kv:
+        for layer in self.layers_with_kv:
             found.append(self._buffers(layer))
         return found
 
@@ -291,7 +282,7 @@ class Engine:
 
         The poison is finite: masked keys of a softmax may be read.
         """
-        for layer in self._layers_with_kv:
+        for layer in self.layers_with_kv:
             slots = self._written_slots(batch, layer)
             for buffer in self._buffers(layer):
                 buffer[slots] = _poison_of(buffer.dtype)
@@ -299,7 +290,7 @@ class Engine:
     def written(self, batch: ScheduleBatch) -> list[torch.Tensor]:
         """Return copies of K and V, at the slots that ``batch`` writes, of layers that own some."""
         found: list[torch.Tensor] = []
-        for layer in self._layers_with_kv:
+        for layer in self.layers_with_kv:
             for buffer in self._buffers(layer):
                 found.append(buffer[self._written_slots(batch, layer)])
         return found

@@ -7,18 +7,16 @@ outputs of the later one.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
-import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_flags, get_parallel
 
-from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.recorder import RecordedGraph
 
 _WARM_UPS = 2
@@ -28,24 +26,20 @@ class Pool:
     """Memory pool of graphs, which frees those that nothing else holds."""
 
     def __init__(self) -> None:
-        self._recorded: list[weakref.ref[RecordedGraph]] = []
+        self._recorded: WeakValueDictionary[int, RecordedGraph] = WeakValueDictionary()
 
     @property
     def graphs(self) -> list[RecordedGraph]:
         """Return the graphs of this pool that are not freed, in the order of recording."""
-        found: list[RecordedGraph] = []
-        for held in self._recorded:
-            if (graph := held()) is not None:
-                found.append(graph)
-        return found
+        return list(self._recorded.values())
 
     def add(self, graph: RecordedGraph) -> None:
         """Add a graph that was recorded in this pool."""
-        self._recorded = [weakref.ref(other) for other in (*self.graphs, graph)]
+        self._recorded[id(graph)] = graph
 
     def remove(self, graph: RecordedGraph) -> None:
         """Remove a graph that is no longer replayed."""
-        self._recorded.remove(weakref.ref(graph))
+        del self._recorded[id(graph)]
 
     def replay(self, graph: RecordedGraph) -> None:
         """Replay a graph, which overwrites the outputs of later ones."""
@@ -141,16 +135,5 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
 
 def runner_of_decode_steps(model_runner: Any) -> DecodeCudaGraphRunner:
     """Return SGLang's own runner, which captures decode steps as they are and compiles none."""
-    releases.compile_no_decode_steps()
-    return DecodeCudaGraphRunner(model_runner)
-
-
-def give_graphs_to_torch_cpu() -> None:
-    """Add the functions that graphs need to ``torch.cpu``, SGLang's module of this device."""
-    additions = {
-        "graph_pool_handle": Pool,
-        "is_current_stream_capturing": recorder.is_recording,
-    }
-    for name, function in additions.items():
-        if not hasattr(torch.cpu, name):
-            setattr(torch.cpu, name, function)
+    with get_flags().capture.override(enable_torch_compile=False):
+        return DecodeCudaGraphRunner(model_runner)

@@ -57,18 +57,6 @@ def make_exact() -> None:
     interpreter.InterpreterBuilder.create_dot = _dot
 
 
-class _Outermost:
-    """Restores the interpreter's patches when the outermost kernel has run."""
-
-    def __init__(self, scope: Any, wrapped: set[ModuleType]) -> None:
-        self._scope = scope
-        self._wrapped = wrapped
-
-    def restore(self) -> None:
-        self._wrapped.clear()
-        self._scope.restore()
-
-
 def _wrapping_once(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     wrapped: set[ModuleType] = set()
 
@@ -80,13 +68,18 @@ def _wrapping_once(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         wrapped.update(seen)
         scope = stock(fn)
         if outermost:
-            return _Outermost(scope, wrapped)
+            stock_restore = scope.restore
+
+            def restore() -> None:
+                wrapped.clear()
+                stock_restore()
+
+            scope.restore = restore
         return scope
 
     return patch_lang
 
 
 def make_quick() -> None:
-    """Speed up the interpreter in this process, if this Triton restores its patches."""
-    if hasattr(interpreter, "_LangPatchScope"):
-        interpreter._patch_lang = _wrapping_once(interpreter._patch_lang)
+    """Speed up the interpreter in this process."""
+    interpreter._patch_lang = _wrapping_once(interpreter._patch_lang)

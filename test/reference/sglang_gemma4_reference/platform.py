@@ -12,7 +12,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_gemma4_reference import invariance, releases, roles
+from sglang_gemma4_reference import releases, roles
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -135,7 +135,6 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # On a CPU heads that tensor parallelism cannot split evenly are padded, for kernels
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
-        invariance.keep_pytorch()
         releases.enable_host_cache()
         if roles.are_wanted():
             roles.install()

@@ -102,15 +102,13 @@ def unseen() -> Iterator[None]:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of a tree of lists, tuples, dictionaries and dataclasses, in its order."""
-    if is_dataclass(tree) and not isinstance(tree, type):
-        tree = [getattr(tree, field.name) for field in fields(tree)]
-    leaves = tree_leaves(tree, is_leaf=lambda node: node is not tree and is_dataclass(node))
     found: list[torch.Tensor] = []
-    for leaf in leaves:
+    for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in(leaf)
+            for field in fields(leaf):
+                found += tensors_in(getattr(leaf, field.name))
     return found
 
 

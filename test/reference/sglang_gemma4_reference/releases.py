@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from packaging.version import Version
 
@@ -39,18 +38,22 @@ def enable_graphs(captures: Callable[[str], bool]) -> None:
     """
     import torch
 
-    from sglang_gemma4_reference import graph_backend
+    from sglang_gemma4_reference import graph_backend, recorder
 
-    graph_backend.give_graphs_to_torch_cpu()
+    device: Any = torch.cpu  # SGLang's module of this device
+    device.graph_pool_handle = graph_backend.Pool
+    device.is_current_stream_capturing = recorder.is_recording
     # With a PyTorch for CUDA it queries CUDA for the stream of the current device.
     stream, replacement = "get_current_device_stream_fast", lambda: torch.cpu.current_stream()
     _replace_everywhere("sglang.srt.utils.common", stream, replacement)
     setup: Any = import_module("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")
     stock, stock_prefill = setup.capture_decode_graph, setup.capture_prefill_graph
-    compiled = as_if_compiled(stock)
 
     def capture_decode_graph(*, model_runner: Any) -> Any:
-        return (compiled if captures("decode") else stock)(model_runner=model_runner)
+        with ExitStack() as span:
+            if captures("decode"):
+                span.enter_context(as_if_compiled())
+            return stock(model_runner=model_runner)
 
     def capture_prefill_graph(**how: Any) -> Any:
         if captures("prefill"):
@@ -80,37 +83,25 @@ def enable_host_cache() -> None:
         host_cache.install()
 
 
-def as_if_compiled(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Let SGLang capture a CPU's decode steps, which it does only where it compiles them."""
+def as_if_compiled() -> AbstractContextManager[Any]:
+    """Let SGLang capture a CPU's decode steps in the ``with`` block.
+
+    It does so only where it compiles them.
+    """
     from sglang.srt.runtime_context import get_flags
 
-    def capture_decode_graph(*, model_runner: Any) -> Any:
-        capture = get_flags().capture
-        before, capture.enable_torch_compile = capture.enable_torch_compile, True
-        try:
-            return stock(model_runner=model_runner)
-        finally:
-            capture.enable_torch_compile = before
-
-    return capture_decode_graph
-
-
-def compile_no_decode_steps() -> None:
-    """Capture decode steps without compiling them."""
-    from sglang.srt.runtime_context import get_flags
-
-    get_flags().capture.enable_torch_compile = False
+    flag: AbstractContextManager[Any] = get_flags().capture.override(enable_torch_compile=True)
+    return flag
 
 
 def record_decode_steps(runner: ModelRunner) -> None:
     """Capture the runner's decode steps, as a server does when it starts."""
     import torch
-    from sglang.srt.model_executor import model_runner
 
-    capture = model_runner.capture_decode_graph
-    if runner.device == "cpu":
-        capture = as_if_compiled(capture)
-    with torch.no_grad(), mock.patch.object(model_runner, "capture_decode_graph", capture):
+    with ExitStack() as span:
+        span.enter_context(torch.no_grad())
+        if runner.device == "cpu":
+            span.enter_context(as_if_compiled())
         runner.init_decode_cuda_graph()
 
 

@@ -15,7 +15,7 @@ def install() -> None:
     """Patch SGLang to call the functions of this module."""
     from sglang.srt.managers import overlap_utils
     from sglang.srt.mem_cache import allocation, memory_pool
-    from sglang.srt.speculative import eagle_utils, eagle_worker_common, spec_utils
+    from sglang.srt.speculative import eagle_utils, eagle_worker_common
 
     allocation.assign_req_to_token_pool_func = write_slots
     memory_pool.copy_all_layer_kv_cache_func = move_nothing
@@ -23,7 +23,6 @@ def install() -> None:
     eagle_utils.build_tree_kernel_efficient_func = build_chain
     eagle_utils.verify_tree_greedy_func = verify_chain
     eagle_worker_common.fill_bonus_tokens_func = last_accepted
-    spec_utils.move_accept_tokens_to_target_kvcache = leave_accepted
 
 
 def write_slots(
@@ -53,23 +52,6 @@ def move_nothing(
     """Replace the mover of K/V, which pools test when built, and chains never need."""
     if not torch.equal(target_slots, source_slots):
         raise NotImplementedError("K/V of accepted drafts is moved in trees of drafts only")
-
-
-def leave_accepted(
-    batch: Any, accept_index: torch.Tensor, num_correct_drafts: torch.Tensor, _allocator: Any
-) -> None:
-    """Replace the mover of accepted drafts' K/V: those of a chain are already in place.
-
-    Args:
-        accept_index: [requests, n], indices of accepted tokens in the batch; -1 after the last.
-        num_correct_drafts: [requests], accepted tokens after each request's first one.
-    """
-    width = batch.input_ids.numel() // len(num_correct_drafts)
-    for request, more in enumerate(num_correct_drafts.tolist()):
-        first = request * width
-        accepted = accept_index[request, : more + 1].tolist()
-        if accepted != list(range(first, first + more + 1)):
-            raise NotImplementedError("K/V of accepted drafts is moved in trees of drafts only")
 
 
 def gather_rows(

@@ -29,6 +29,7 @@ import requests
 from PIL import Image
 
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_yoco.commands import https
 from sglang_gemma4_yoco.commands.verify import comparison as comparing
 from sglang_gemma4_yoco.commands.verify.comparison import Position
 
@@ -216,9 +217,7 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._http = requests.Session()
-        self._http.trust_env = False  # no proxy for this machine
-        self._http.headers["Connection"] = "close"  # threads share it
+        self._http = https.make_session(url)
 
     def post(self, path: str, body: dict[str, Any]) -> requests.Response:
         """POST ``body`` as JSON, and wait for the whole answer."""

@@ -20,6 +20,7 @@ from harness.forwards import (
     TWO_PROMPTS,
     InjectedError,
     assert_stock,
+    state_of,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS, whole
 from harness.observe import run
@@ -28,7 +29,6 @@ from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.checking import audit, exit_check, rounding
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core.forward import EagerForward
-from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.loading import metrics
 from sglang_gemma4_yoco.models import gemma4
 
@@ -104,7 +104,7 @@ def test_a_defect_that_an_audit_finds_is_answered_by_stock(
     lengths = [len(prompt.new) for prompt in prompts]
     assert f"new tokens {lengths}, cached {[len(p.cached) for p in prompts]}" in line
     assert line.endswith(f", {counters.TAIL_EAGER}")
-    assert get_state(engine.text_model).unsupported is None
+    assert state_of(engine).unsupported is None
 
 
 def test_lines_end_and_counts_go_on(
@@ -171,7 +171,7 @@ def test_a_forward_that_compares_itself(engine: Engine) -> None:
     scheduled = engine.schedule(TWO_PROMPTS)
     stock = run(engine, scheduled, "0").output.next_token_logits
     with audited(engine), pytest.MonkeyPatch.context() as patched:
-        state = get_state(engine.text_model)
+        state = state_of(engine)
         replayed = replace(state, replayed_batch=scheduled)
         patched.setattr(state.after_cut, "_state", replayed)
         patched.setattr(exit_check, "compare_exit", findings)
@@ -193,7 +193,7 @@ def test_no_audits_where_tables_are_rewritten_meanwhile(
     early = TRTLLMHAAttnBackend.__new__(TRTLLMHAAttnBackend)
     hybrid = HybridAttnBackend.__new__(HybridAttnBackend)
     hybrid.prefill_backend, hybrid.decode_backend = early, engine.runner.attn_backend
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     for backend in (early, hybrid):
         with mock.patch.object(engine.runner, "attn_backend", backend):
             assert audit.make_auditor(engine.runner, state) is None

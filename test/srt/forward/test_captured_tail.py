@@ -34,6 +34,7 @@ from harness.forwards import (
     attention_of,
     norms_that_add_in_place,
     outcomes,
+    state_of,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import (
@@ -48,7 +49,7 @@ from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.core import cut, ranks
-from sglang_gemma4_yoco.core.state import ModelState, get_state
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.patched import patched
 
@@ -67,7 +68,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
     """Return the engine's captured tail; it is captured again after a test that releases it."""
-    captured = get_state(engine.text_model).captured
+    captured = state_of(engine).captured
     if isinstance(captured, TailGraphs):
         return captured
     return record_tail(engine, MOST)
@@ -76,7 +77,7 @@ def tail(engine: Engine) -> TailGraphs:
 @pytest.fixture
 def eager_state(engine: Engine) -> Iterator[ModelState]:
     """Yield the engine's model state; the tail is eager before and after the test."""
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     lifecycle.drop_tail(state, lifecycle.NOT_YET)
     yield state
     lifecycle.drop_tail(state, lifecycle.NOT_YET)
@@ -87,7 +88,7 @@ assert_replayed = partial(assert_fast, replays=True)
 
 def why_eager(engine: Engine) -> str:
     """Return the reason in /server_info why the tail is not captured."""
-    reported = get_state(engine.text_model).report.tail
+    reported = state_of(engine).report.tail
     assert reported is not None
     assert reported.startswith("eager (")
     return reported[len("eager (") : -1]
@@ -253,7 +254,7 @@ def test_nothing_is_held_of_a_tail_that_is_dropped(
     engine: Engine, buffers: Callable[[], list[str]], rebuilt: bool
 ) -> None:
     """All memory is released at once: Python's cyclic GC does not track GPU memory."""
-    eager_state = get_state(engine.text_model)
+    eager_state = state_of(engine)
     held = [weakref.ref(record_tail(engine, MOST))]
     assert isinstance(eager_state.captured, TailGraphs)
     assert buffers() == ["cuda_graph_kv_indices"]
@@ -309,7 +310,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
             record_tail(engine, MOST)
     # All graphs are compared, since other ranks, which may find nothing, run the same layers.
     assert defect.call_count in (0, 3)
-    eager_state = get_state(engine.text_model)
+    eager_state = state_of(engine)
     assert (eager_state.captured, why_eager(engine)) == (None, why)
     assert len(said(logging.ERROR)) == errors
     assert buffers() == []
@@ -437,7 +438,7 @@ def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
 
 def reason(engine: Engine) -> str:
     """Return why the tail is eager after SGLang has captured its graphs."""
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     runner_setup.set_up(engine.runner, state)
     assert state.captured is None
     return why_eager(engine)

@@ -20,7 +20,7 @@ from harness.breakages import BREAKAGES
 from harness.checked_models import traffic
 from harness.checking import NEW, REQUESTS, audited, checked, counted, counts, result_of_check
 from harness.decode_graphs import recorded_decode_steps
-from harness.forwards import ENGINE, assert_untouched, norms_that_add_in_place, times
+from harness.forwards import ENGINE, assert_untouched, norms_that_add_in_place, state_of, times
 from harness.observe import assert_same_cache, run
 from sglang_gemma4_reference.checkpoint import (
     E2B_TINY,
@@ -37,7 +37,6 @@ from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.compat.layers import get_rows
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.plan import EagerTail, make_eager_tail
-from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -66,28 +65,28 @@ ENOUGH = 4  # every breakage's error exceeds this multiple of its bound
 
 
 def tail_of(engine: Engine) -> TailGraphs:
-    tail = get_state(engine.text_model).captured
+    tail = state_of(engine).captured
     assert isinstance(tail, TailGraphs)
     return tail
 
 
 def test_what_is_right_agrees(captured: Engine) -> None:
-    found = result_of_check(get_state(captured.text_model))
+    found = result_of_check(state_of(captured))
     assert found["largest_difference"] < 0.5 * found["allowed"]
     assert tail_of(captured).rows
-    assert get_state(captured.text_model).unsupported is None
+    assert state_of(captured).unsupported is None
 
 
 def inapplicable_breakages(engine: Engine) -> set[str]:
     """Return the breakages that do not apply: of the donor's window, if it has none."""
-    donor = get_state(engine.text_model).tail_layers[0].self_attn.attn
+    donor = state_of(engine).tail_layers[0].self_attn.attn
     if compat.attention.count_keys_in_window(donor) > 0:
         return set()
     return {way for way in BREAKAGES if "the donor's window" in way}
 
 
 def test_what_is_broken_is_found(captured: Engine) -> None:
-    state, missed, applied = get_state(captured.text_model), [], set()
+    state, missed, applied = state_of(captured), [], set()
     with check.run_both_paths(captured.runner, state) as both:
         for way, breakage in BREAKAGES.items():
             with breakage(state) as applies:
@@ -179,7 +178,7 @@ def test_rows_that_round_differently(captured: Engine, monkeypatch: pytest.Monke
             scheduled = captured.schedule(batch)
             captured.forward(scheduled)
             # The perturbation hides no defects either.
-            with BREAKAGES["scattered one row off"](get_state(captured.text_model)):
+            with BREAKAGES["scattered one row off"](state_of(captured)):
                 captured.forward(scheduled)
     assert counts() == (2, 2)
 
@@ -199,7 +198,7 @@ def _shows(way: str, batch: str) -> bool:
 def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
     """The audit finds it in the served batch, and the client gets stock's answer."""
     scheduled = captured.schedule(BATCHES["replayed" if batch == CHUNK else batch])
-    stock, state = run(captured, scheduled, "0"), get_state(captured.text_model)
+    stock, state = run(captured, scheduled, "0"), state_of(captured)
     for way in (way for way in BREAKAGES if _shows(way, batch)):
         reset_log()
         with audited(captured), switched("1"), BREAKAGES[way](state) as applies:

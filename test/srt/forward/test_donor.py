@@ -24,15 +24,15 @@ from harness.forwards import (
     assert_untouched,
     norm_called,
     outcomes,
+    state_of,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import run
 from harness.stand_ins import Doubled, Packed, halved_weights
-from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core import model as core_model
-from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -47,7 +47,7 @@ def donor_layer(engine: Engine) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def trusted(engine: Engine) -> Iterator[None]:
     """Trust the classes of the tests, which are third-party code and would refuse a server."""
-    with settings_changed(trust=(__name__, "harness.forwards", "harness.stand_ins")):
+    with settings.changed(trust=(__name__, "harness.forwards", "harness.stand_ins")):
         yield
 
 
@@ -165,7 +165,7 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     for one in (seen, later):
         assert_served_by_stock(stock, one)
     assert_untouched(engine)
-    off = get_state(engine.text_model).unsupported
+    off = state_of(engine).unsupported
     assert outcomes() == {off: 2}
     assert str(off) == reason
 

@@ -45,8 +45,8 @@ from harness.prefill_exits import (
 from harness.random_batches import HARD_CHUNKS, HARD_LAST_ROWS, HARD_LOGPROBS, Batch, batches
 from harness.upstream_fixes import REPORTS, fixed
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
-from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.checking import audit, exit_check
 from sglang_gemma4_yoco.checking import self_check as check_at_start
@@ -349,11 +349,10 @@ def test_a_tail_that_is_not_captured(engine: Engine) -> None:
 @pytest.mark.parametrize("prompts", [FULL, SEVERAL, CHUNK])
 def test_what_is_found_of_a_served_batch(engine: Engine, prompts: list[Prompt]) -> None:
     """The graph runs to its end as well; the pool keeps its K and V."""
-    intermediate = prefill_exits.is_intermediate(prompts)
     batch = engine.schedule(prompts)
-    stock = run(engine, batch, intermediate=intermediate)
+    stock = run(engine, batch)
     with audited(engine):
-        seen = run(engine, batch, fast=True, intermediate=intermediate)
+        seen = run(engine, batch, fast=True)
     assert counts() == (1, 0)
     assert counters.served.audits.worst < 0.5
     assert seen.segments == 2 * WHOLE  # of one graph, which counts its latest replay
@@ -398,7 +397,7 @@ def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyP
 
 
 def test_without_the_check(engine: Engine) -> None:
-    with settings_changed(self_check=False):
+    with settings.changed(self_check=False):
         assert reopened(engine) == ""
     found = state_of(engine).report.exits_check
     assert found == check_at_start.NOT_WANTED.to_json()
@@ -431,7 +430,7 @@ def test_the_repair_lasts_while_sglang_captures(
         return [model.forward != forward, "forward" in vars(layer.self_attn.attn), other_index]
 
     capturing = partial(exit_setup.repair_capture, engine.runner, state)
-    with caplog.at_level(logging.INFO), settings_changed(prefill_graphs=setting), capturing():
+    with caplog.at_level(logging.INFO), settings.changed(prefill_graphs=setting), capturing():
         assert what_is_repaired() == [setting] * 3
     assert ("SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 disables the fix" in caplog.text) is setting
     assert (compat.captured_prefills.SHARED_LAYER_IDS in caplog.text) is setting

@@ -35,7 +35,7 @@ from harness.call_sites import PACKAGE, SGLANGS, call_of, is_of_package
 from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, InjectedError, attention_of, outcomes, state_of, times
-from harness.observe import TOLERANCE, batch_in, fields_of, without_padding
+from harness.observe import TOLERANCE, fields_of, without_padding
 from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
@@ -43,10 +43,10 @@ from sglang_gemma4_reference.engine import (
     Engine,
     Prompt,
     reset_log,
-    settings_changed,
     switched,
 )
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_reference.row_trace import batch_given
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.prefill_exits import exit_setup
@@ -158,7 +158,7 @@ ROWS = 1  # prompts of a batch whose tail is captured
 def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
     """Yield an engine whose prefills and tail are captured, and can be captured again."""
     recorded = RECORDED | {"cuda_graph_bs_decode": [ROWS], "cuda_graph_bs_prefill": [64]}
-    with graphs_on_a_cpu.recordable(), settings_changed(graph_rows=ROWS):
+    with graphs_on_a_cpu.recordable(), settings.changed(graph_rows=ROWS):
         engine = Engine(tiny_checkpoint, **ENGINE, **recorded)
         with recorded_decode_steps(engine):
             yield engine
@@ -205,7 +205,7 @@ class Way(NamedTuple):
     outcome: str
 
 
-# SGLang replays a prefill of more than half as many tokens as its graph has.
+# SGLang replays a prefill of at least half as many tokens as its graph has.
 WAYS = {
     "eager": Way((*batch_of((10, 20), logprob_start=15), *batch_of((0, 9))), counters.TAIL_EAGER),
     "captured": Way(tuple(batch_of((9, 20))), counters.TAIL_CAPTURED),
@@ -245,7 +245,7 @@ def serve(
     seen = [(batch, fields_of(batch))]
 
     def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = batch_in(args, kwargs)  # SGLang's eager runner copies the batch
+        given = batch_given(args, kwargs)  # SGLang's eager runner copies the batch
         seen.append((given, fields_of(given)))
 
     answer, expected = None, nullcontext() if raises is None else pytest.raises(raises)

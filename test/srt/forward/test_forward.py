@@ -25,6 +25,7 @@ from harness.forwards import (
     failing,
     norms_that_add_in_place,
     outcomes,
+    state_of,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.media import MediaPrompt, media_batch
@@ -43,7 +44,6 @@ from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.plan import PLAN_ENTRY
-from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -163,7 +163,7 @@ def test_a_forward_that_never_calls_its_norm(
 
     Later batches are not cut: the fast path is off, with this reason.
     """
-    state, main = get_state(engine.text_model), attention_of(engine).main
+    state, main = state_of(engine), attention_of(engine).main
     monkeypatch.setattr(state, "after_cut", mock.Mock(side_effect=AssertionError("an audit")))
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     model, ends = engine.text_model, []
@@ -195,7 +195,7 @@ def test_what_is_no_prefill_is_not_counted(engine: Engine, mode: ForwardMode) ->
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
     """It is not taken for the served one, and the runner's backend is restored."""
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     others = set(states._attached) - {state}
     state.close()
     try:

@@ -27,19 +27,18 @@ from sglang.srt.model_executor import model_runner
 
 from harness import prefill_exits
 from harness.batches import batch_of
-from harness.forwards import ENGINE
+from harness.forwards import ENGINE, state_of
 from harness.observe import without_padding
 from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, assert_served_alike, run
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import recorder, releases
-from sglang_gemma4_reference.engine import Engine, reset_log, settings_changed
+from sglang_gemma4_reference.engine import Engine, reset_log
 from sglang_gemma4_reference.platform import CAPTURED
 from sglang_gemma4_reference.recorder import RecordedGraph
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
 
@@ -63,7 +62,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
         patched.setenv(CAPTURED, "decode")
         patched.setattr(prefill_exits, "BUCKETS", [32])
         engine = Engine(tiny_checkpoint, **ENGINE, **captured)
-        with settings_changed(graph_rows=1):
+        with settings.changed(graph_rows=1):
             start_again(engine)
             yield engine
 
@@ -188,7 +187,7 @@ def release_and_resume_memory(engine: Engine) -> None:
 
 
 def close_and_start_again(engine: Engine) -> None:
-    get_state(engine.text_model).close()
+    state_of(engine).close()
     start_again(engine)
 
 
@@ -255,10 +254,10 @@ def test_graphs_are_freed_before_others_are_captured(
         return capture(**kwargs)
 
     monkeypatch.setattr(model_runner, "capture_decode_graph", capturing)
-    assert get_state(engine.text_model).captured is not None
+    assert state_of(engine).captured is not None
     capture_decode_steps(engine)
     assert is_freed == [True]
-    assert get_state(engine.text_model).captured is not None
+    assert state_of(engine).captured is not None
 
 
 def test_a_batch_that_still_runs_at_a_recapture(

@@ -16,7 +16,7 @@ from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.server_args import ServerArgs
 
 from harness.batches import new_rows
-from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
+from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock, state_of
 from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
@@ -24,7 +24,6 @@ from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.core import state
-from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.loading import runner_setup, unsupported
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -74,7 +73,7 @@ def test_another_model_is_never_touched(
     name: str,
     value: Any,
 ) -> None:
-    get_state(engine.text_model).close()
+    state_of(engine).close()
     with monkeypatch.context() as another:
         another.setattr(owner(engine), name, value)
         restarted()
@@ -106,7 +105,7 @@ def test_a_model_of_which_sglang_lacks_a_name(
             assert_fast(engine)
         else:
             [reason] = report.refusals
-            assert reason == str(get_state(engine.text_model).unsupported)
+            assert reason == str(state_of(engine).unsupported)
             assert f" lacks {name}(...): prefills of Gemma4TextModel run as stock. " in reason
             assert_stock(engine, reason)
     find_missing.cache_clear()
@@ -146,7 +145,7 @@ def test_experts_in_the_tail_are_refused(tiny_checkpoint: Path, tmp_path: Path) 
     file.write_text(json.dumps(config))
     engine = Engine(tmp_path / "experts", **ENGINE, load_format="dummy")
     assert engine.text_model.layers[-1].moe is not None
-    assert get_state(engine.text_model).unsupported == ServerRefusal(EXPERTS)
+    assert state_of(engine).unsupported == ServerRefusal(EXPERTS)
     assert_stock(engine, EXPERTS)
 
 
@@ -161,5 +160,5 @@ def test_an_embedding_server_is_refused(
         if "fast prefill" in m and "is installed" not in m:
             said.append(m)
     assert said == []
-    assert get_state(engine.text_model).attention is None
+    assert state_of(engine).attention is None
     assert_stock(engine, unsupported.EMBEDDINGS)

@@ -26,6 +26,7 @@ from harness.forwards import (
     ENGINE,
     assert_fast,
     norm_called,
+    state_of,
     with_one_argument_more,
 )
 from harness.layer_rows import FIRST_CUT, cut, whole
@@ -33,11 +34,10 @@ from harness.observe import both_ways, run, skips_tail
 from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import gemma3n, recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, settings_changed
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
 from sglang_gemma4_yoco.core import eligibility, ranks, state
-from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.loading import runner_setup as starting
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -81,7 +81,7 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     from harness.decode_graphs import record_tail
     from sglang_gemma4_reference import prefill_graphs
 
-    bucket = 80  # SGLang replays a batch that fills more than half of it, as all here do
+    bucket = 80  # SGLang replays a batch that fills at least half of it, as all here do
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED | {"cuda_graph_bs_prefill": [bucket]})
         with one_graph_that_differs(rank):
@@ -136,7 +136,7 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
     with_audits(rank, engine)
     # An exception in the check ends that rank, and then the other one, which waits for it.
     engine.runner.init_attention_backends()
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     found = checking.check_model(engine.runner, state)
 
     def check(*_: Any) -> Any:
@@ -168,7 +168,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
     from sglang_gemma4_yoco.checking import rounding
     from sglang_gemma4_yoco.checking import self_check as checking
 
-    state, found = get_state(engine.text_model), list[Any]()
+    state, found = state_of(engine), list[Any]()
     check = checking.check_model
 
     def differing(*args: Any) -> Any:
@@ -188,9 +188,9 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
 
 def with_settings_of_its_own(rank: int, engine: Engine) -> None:
     """Assert that other settings or versions on one rank make all ranks run as stock."""
-    with settings_changed(self_check=rank == 0):
+    with settings.changed(self_check=rank == 0):
         engine.runner.init_attention_backends()
-    assert get_state(engine.text_model).report.check is None
+    assert state_of(engine).report.check is None
     assert_stock(engine, ranks.NOT_ALIKE)
     with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
         engine.runner.init_attention_backends()
@@ -202,15 +202,15 @@ def with_a_norm_that_is_called_differently(engine: Engine) -> None:
     from sglang_gemma4_yoco.core import model as core_model
 
     engine.runner.init_attention_backends()
-    model, batch = engine.text_model, engine.schedule(ONE_PROMPT)
-    trusted = settings_changed(trust=(norm_called.__module__,))  # to be taken for SGLang's own
+    batch = engine.schedule(ONE_PROMPT)
+    trusted = settings.changed(trust=(norm_called.__module__,))  # to be taken for SGLang's own
     with trusted, norm_called(engine, with_one_argument_more):
-        assert get_state(model).unsupported is None
+        assert state_of(engine).unsupported is None
         assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
         assert_stock(engine, core_model.OTHER_END)
         engine.runner.init_attention_backends()  # as when a server starts
-        assert get_state(model).unsupported is None
-        starting.set_up(engine.runner, get_state(model))
+        assert state_of(engine).unsupported is None
+        starting.set_up(engine.runner, state_of(engine))
         assert_stock(engine, core_model.OTHER_END)
 
 
@@ -219,9 +219,9 @@ def with_audits(rank: int, engine: Engine) -> None:
     from sglang_gemma4_yoco.checking import audit
     from sglang_gemma4_yoco.models import gemma4
 
-    with settings_changed(audit=1, audit_strict=True):
+    with settings.changed(audit=1, audit_strict=True):
         engine.runner.init_attention_backends()
-        state = get_state(engine.text_model)
+        state = state_of(engine)
         starting.set_up(engine.runner, state)
         assert state.unsupported is None
         scheduled, fast = engine.schedule(ONE_PROMPT), cut(70, 1)
@@ -297,5 +297,5 @@ def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
         starting.start_model(engine.runner, engine.text_model),
     ):
         pass
-    refusal = get_state(engine.text_model).unsupported
+    refusal = state_of(engine).unsupported
     assert refusal == ServerRefusal("ranks on several machines")

@@ -22,14 +22,13 @@ from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness.batches import batch_of
-from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
+from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock, state_of
 from harness.layer_rows import FIRST_CUT, LAYERS, cut
 from harness.observe import TOLERANCE, both_ways
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -50,7 +49,7 @@ def test_a_refused_server_logs_why_and_plans_nothing(
     restarted(enable_deterministic_inference=True)
     reason = "deterministic inference"
     assert said() == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
-    assert get_state(engine.text_model).attention is None
+    assert state_of(engine).attention is None
     assert_stock(engine, reason)
     restarted()
     assert_fast(engine)

@@ -33,11 +33,12 @@ from harness.forwards import (
     assert_stock,
     assert_untouched,
     failing,
+    state_of,
 )
 from harness.layer_rows import FIRST_SHARED, LAYERS
 from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, settings_changed
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.checking import layerwise
 from sglang_gemma4_yoco.checking import self_check as check
@@ -46,7 +47,7 @@ from sglang_gemma4_yoco.checking.synthetic_requests import make_synthetic_reques
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.core.state import ModelState, get_state
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import metrics, patch, runner_setup, unsupported
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.prefill_exits import exit_setup
@@ -92,7 +93,7 @@ def test_both_paths_are_taken(engine: Engine, said: Callable[..., list[str]]) ->
 
 def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Engine) -> None:
     """Triton compiles for 1 request and for multiples of 16; the comparisons have 3."""
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     before, tail = FIRST_SHARED - 1, LAYERS - FIRST_SHARED + 1
     for most, numbers in ((4096, [1, 16]), (15, [1])):
         fits = mock.patch.object(engine.runner, "max_running_requests", most)
@@ -108,7 +109,7 @@ def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Eng
 def test_slots_of_the_requests_may_be_written(engine: Engine) -> None:
     """Slot 0, which is for padding, may be too; any other one: ``test_forced``."""
     [first, *_] = engine.kv_buffers()[0]
-    with make_synthetic_requests(engine.runner, get_state(engine.text_model)) as synthetic:
+    with make_synthetic_requests(engine.runner, state_of(engine)) as synthetic:
         first[synthetic.requests[0].window_slots] = 0.5
         first[0] = 0.5
         assert not synthetic.others_changed()
@@ -120,7 +121,7 @@ LAST = 5  # of the check's forwards: stock, three on stock's rows, and a whole o
 def test_no_event_of_its_own_is_left(engine: Engine) -> None:
     """SGLang's scheduler waits for the event of the batch that it launched last."""
     runner, launched = engine.runner, object()
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     with patched(runner, shared_read_done_event=launched):
         with make_synthetic_requests(runner, state):
             runner.shared_read_done_event = object()
@@ -129,7 +130,7 @@ def test_no_event_of_its_own_is_left(engine: Engine) -> None:
 
 def test_a_plan_that_no_forward_has_taken(engine: Engine) -> None:
     """The check ignores it, and it is counted when a user's next batch is planned."""
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     with mock.patch.object(state, "planned_rows", 7):
         assert checked(engine).agrees
         assert state.planned_rows == 7
@@ -188,14 +189,14 @@ def test_the_threshold_does_not_apply(engine: Engine, setting: Callable[..., Non
 def started(engine: Engine) -> Iterator[ModelState]:
     """Yield the model state of the engine before its graphs are captured."""
     engine.runner.init_attention_backends()
-    yield get_state(engine.text_model)
+    yield state_of(engine)
     engine.runner.init_attention_backends()
     capture(engine)
 
 
 def capture(engine: Engine) -> None:
     """Run the steps after SGLang's own captures."""
-    runner_setup.set_up(engine.runner, get_state(engine.text_model))
+    runner_setup.set_up(engine.runner, state_of(engine))
 
 
 def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list[str], list[str]]:
@@ -221,7 +222,7 @@ def test_it_runs_once_and_the_start_line_has_its_worst_comparison(
 def test_a_server_that_fails_is_served_by_stock(
     started: ModelState, engine: Engine, said: Callable[..., list[str]]
 ) -> None:
-    with settings_changed(self_check=True), BREAKAGES["rows of the next request"](started):
+    with settings.changed(self_check=True), BREAKAGES["rows of the next request"](started):
         on, [error] = lines_of_start(engine, said)
     assert on == []
     assert f"is off for this server: {check.CHECK_FAILED}; error " in error
@@ -240,7 +241,7 @@ def test_the_setting_skips_it(
 
 
 def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, norm = get_state(engine.text_model), engine.text_model.norm.weight.data
+    state, norm = state_of(engine), engine.text_model.norm.weight.data
     kind: Any = type(engine.text_model)
     for owner, name, value, reason in (
         (state, "is_capturing", lambda: True, eligibility.CAPTURING),
@@ -333,7 +334,7 @@ def test_prefills_that_bypass_the_path(
 
     Another plugin has put a forward of its own, here SGLang's, in the place of the package's.
     """
-    monkeypatch.setattr(states, "_attached", {get_state(engine.text_model)})
+    monkeypatch.setattr(states, "_attached", {state_of(engine)})
     batch, kind = engine.schedule(TWO_PROMPTS), type(engine.text_model)
     with mock.patch.object(kind, "forward", kind.forward.__wrapped__):
         for _ in range(20):
@@ -357,7 +358,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
     """One key of 512 is near rounding in a mean, and sharp heads may not attend to it at all."""
     shape = dataclasses.replace(E2B_TINY_SHARP, sliding_window=512)
     engine = Engine(write_checkpoint(tmp_path, shape), **(ENGINE | {"dtype": "bfloat16"}))
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     assert checked(engine).agrees
     for way in ("windows one key short", "windows one key long"):
         with BREAKAGES[way](state), check.run_both_paths(engine.runner, state) as both:
@@ -371,7 +372,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
 
 def test_keys_of_the_pool_are_as_large_as_the_models(engine: Engine) -> None:
     """Gemma 4 does not scale scores: larger keys would get more attention than any prompt's."""
-    with check.run_both_paths(engine.runner, get_state(engine.text_model)) as both:
+    with check.run_both_paths(engine.runner, state_of(engine)) as both:
         [request, *_] = [r for r in both._requests.requests if r.cached]
         for layer, (keys, _) in zip(engine.text_model.layers, engine.kv_buffers(), strict=False):
             window = layer.self_attn.attn.sliding_window_size > 0

@@ -32,8 +32,8 @@ from harness.forwards import (
 from harness.observe import run
 from harness.random_batches import PROPERTIES, holds
 from sglang_gemma4_reference.checkpoint import build_tokenizer
-from sglang_gemma4_reference.engine import Engine, settings_changed
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.loading import patch
 from sglang_gemma4_yoco.models import registry
 
@@ -75,7 +75,7 @@ def _known() -> Iterator[None]:
     """
     load_plugins()
     model: Any = third_model.ThirdTextModel
-    trusting = settings_changed(trust=(third_model.__name__,))
+    trusting = settings.changed(trust=(third_model.__name__,))
     with pytest.MonkeyPatch.context() as registered, trusting:
         registered.setitem(ModelRegistry.models, "ThirdForCausalLM", third_model.ThirdForCausalLM)
         registered.setattr(registry, "MODELS", [*registry.MODELS, third_yoco])

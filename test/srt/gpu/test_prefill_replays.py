@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from harness.batches import batch_of
+from harness.forwards import state_of
 
 if os.environ.get("YOCO_TEST_GPU") != ("1" if torch.cuda.is_available() else "cpu"):
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
@@ -36,14 +37,13 @@ from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.core.state import get_state
 
 ON_A_CPU = os.environ["YOCO_TEST_GPU"] == "cpu"
 DEVICE, PRESET = ("cpu", "E2B_TINY") if ON_A_CPU else ("cuda", "E2B")
 BUCKETS = [16, 32, 64, 128] if ON_A_CPU else [16, 32, 64, 128, 256, 512, 600, 1024, 2048]
 LARGEST = BUCKETS[-1]
 FULL = {f"{rows} tokens": batch_of((0, rows)) for rows in BUCKETS}
-#: Each batch fills more than half of its bucket, so that it is replayed.
+#: Each batch fills at least half of its bucket, so that it is replayed.
 BATCHES = {
     **FULL,
     "one row of padding": batch_of((0, LARGEST - 1)),
@@ -127,7 +127,7 @@ def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
 def exits(engine: Engine, setting: Callable[..., None]) -> None:
     """Assert that the exits are open and passed their check; cut if one row can be skipped."""
     setting(min_skipped_rows=1)
-    facts = get_state(engine.text_model).report
+    facts = state_of(engine).report
     assert str(facts.exits).startswith("open"), facts
     found = facts.exits_check
     assert found is not None

@@ -26,16 +26,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from harness import checking
 from harness.breakages import BREAKAGES
 from harness.decode_graphs import recorded_decode_steps
+from harness.forwards import state_of
 from sglang_gemma4_reference import checkpoint, interpreter
 from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E2B_MINI, E2B_TINY, E4B_HOST, E4B_MINI
-from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
 from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import audit, rounding, tail_graphs
 from sglang_gemma4_yoco.checking import self_check as check
-from sglang_gemma4_yoco.core.state import get_state
 
 SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)
 POST_NORMS = (0.5, 1.0, 2.0, 4.0)
@@ -179,19 +180,15 @@ def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
     return prompts
 
 
-def audited(engine: Engine, state: Any, draws: random.Random, number: int, result: Result) -> None:
+def audit_traffic(engine: Engine, draws: random.Random, number: int, result: Result) -> None:
     """Audit random prefills."""
     reset_log()
-    with settings_changed(audit=1):
-        state.after_cut = audit.make_auditor(engine.runner, state)
-    try:
+    with checking.audited(engine):
         for _ in range(number):
             batch = engine.schedule(traffic(draws, engine.text_model.config.vocab_size))
             with switched("1"):
                 engine.forward(batch, intermediate=draws.random() < 0.15)
-    finally:
-        state.after_cut = None
-    result.audited = counters.served.audits.agree + counters.served.audits.differ
+    result.audited = sum(checking.counts())
     result.audits = counters.served.audits.worst
 
 
@@ -231,7 +228,7 @@ def judge(
 
     Proofs compare every graph of the captured tail, full and padded, with its eager layers.
     """
-    state, runner = get_state(engine.text_model), engine.runner
+    state, runner = state_of(engine), engine.runner
     checked = check.check_model(runner, state)
     if checked.worst is None:
         raise SystemExit(f"{result.model}: the self-check compared nothing: {checked}")
@@ -241,7 +238,7 @@ def judge(
             for one in tail_graphs.compare_graph(state.captured, runner, size):
                 result.proof = max(result.proof, one.excess)
                 result.proved += 1
-    audited(engine, state, draws, number, result)
+    audit_traffic(engine, draws, number, result)
     if result.model in TIMED and result.dtype == "bfloat16":
         result.cost = costs(engine, state, result.seconds)
     with check.run_both_paths(runner, state) as both:

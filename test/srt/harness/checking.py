@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from harness.forwards import assert_fast, assert_untouched
+from harness.forwards import assert_fast, assert_untouched, state_of
 from harness.layer_rows import LAYERS
 from harness.observe import assert_same_cache, run
-from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.checking.self_check import CheckResult
-from sglang_gemma4_yoco.core.state import ModelState, get_state
+from sglang_gemma4_yoco.core.state import ModelState
 
 REQUESTS = 3
 NEW = [7, 6, 5]  # tokens of each, with pages of one
@@ -25,7 +25,7 @@ NEW = [7, 6, 5]  # tokens of each, with pages of one
 
 def checked(engine: Engine) -> CheckResult:
     """Return the result of the check of this engine's model."""
-    return check.check_model(engine.runner, get_state(engine.text_model))
+    return check.check_model(engine.runner, state_of(engine))
 
 
 def result_of_check(state: ModelState) -> dict[str, Any]:
@@ -56,9 +56,9 @@ def counted(engine: Engine) -> Iterator[list[list[int]]]:
 @contextmanager
 def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[ModelState]:
     """Audit the engine's prefills in the ``with`` block."""
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     reason = state.unsupported
-    with settings_changed(audit=every, audit_strict=strict):
+    with settings.changed(audit=every, audit_strict=strict):
         state.after_cut = audit.make_auditor(engine.runner, state)
     try:
         yield state

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from harness.forwards import state_of
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine, settings_changed
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_reference.recorder import tensors_in
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.core.state import find_state
 
 
 @contextmanager
@@ -39,11 +39,10 @@ def record_tail(engine: Engine, rows: int) -> TailGraphs:
     Args:
         engine: made with ``cuda_graph_bs_decode``.
     """
-    state = find_state(engine.text_model)
-    assert state is not None
+    state = state_of(engine)
     if compat.release.is_newer_than_tested():
         pytest.skip("the tail is not captured on a release that was not tested")
-    with settings_changed(graph_rows=rows), recorded_decode_steps(engine):
+    with settings.changed(graph_rows=rows), recorded_decode_steps(engine):
         captured = state.captured
     assert isinstance(captured, TailGraphs), state.report
     assert captured.rows[-1] == rows

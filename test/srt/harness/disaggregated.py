@@ -14,6 +14,7 @@ import requests
 
 from harness.server import Server, started
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_reference.workload import Client
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
 
 _rooms = count(1)  # SGLang's bootstrap_room: one id for a request on both servers
@@ -48,7 +49,7 @@ class Disaggregated:
         body = {**body, **peers, "bootstrap_room": next(_rooms)}
 
         def post(server: Server) -> requests.Response:
-            return requests.post(server.url + "/generate", json=body, timeout=300)
+            return Client(server.url).post("/generate", body)
 
         return clients.submit(post, self.prefill), clients.submit(post, self.decode)
 

@@ -33,7 +33,7 @@ from harness.observe import (
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.core.state import ModelState, find_state
+from sglang_gemma4_yoco.core.state import ModelState, find_state, get_state
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.counters import Outcome
 from sglang_gemma4_yoco.patched import patched
@@ -56,10 +56,8 @@ MARKS_CHUNKS = pytest.mark.skipif(
 
 
 def state_of(engine: Engine) -> ModelState:
-    """Return the state of the engine's model."""
-    state = find_state(engine.text_model)
-    assert state is not None
-    return state
+    """Return the state of the engine's model, which must have one."""
+    return get_state(engine.text_model)
 
 
 def attention_of(engine: Engine) -> TailBackend:

@@ -44,18 +44,22 @@ def cut(rows: int, kept: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
     return [rows] * front + [kept] * (shape.layers - front)
 
 
-def fast_rows(prefill: Prefill, minimum: int | None = 1, captured: Sequence[int] = ()) -> list[int]:
-    """Return the exact number of rows that each layer must compute on the fast path.
+def rows_and_replays(
+    prefill: Prefill, minimum: int | None = 1, captured: Sequence[int] = ()
+) -> tuple[list[int], int]:
+    """Return the rows that each layer must compute on the fast path, and the number of replays.
 
     Args:
         minimum: the server's threshold; None if none is set.
         captured: the row counts for which its tail is captured; others are padded to them.
     """
-    total = sum(prefill.extend_lens)
+    total, replays = sum(prefill.extend_lens), 0
     kept = due_rows(prefill, lambda total, read: is_worth_cutting(total, read, minimum))
     if kept == len(prefill.extend_lens) < total:
-        kept = min((rows for rows in captured if rows >= kept), default=kept)
-    return cut(total, kept)
+        large_enough = [rows for rows in captured if rows >= kept]
+        if large_enough:
+            kept, replays = min(large_enough), 1
+    return cut(total, kept), replays
 
 
 def without_audit(prefill: Prefill) -> Prefill:
@@ -92,17 +96,10 @@ def assert_all_fast(
     """
     ended = 0
     for prefill in prefills:
-        assert prefill.rows == fast_rows(prefill, minimum, captured), prefill
-        assert prefill.replays == is_replayed(prefill, minimum, captured), prefill
+        due = rows_and_replays(prefill, minimum, captured)
+        assert (prefill.rows, prefill.replays) == due, prefill
         ended += 0 < prefill.rows[-1] < sum(prefill.extend_lens)
     assert ended, "no prompt ended on the fast path"
-
-
-def is_replayed(prefill: Prefill, minimum: int | None, captured: Sequence[int]) -> bool:
-    """Return True if a tail captured for these row counts must be replayed for this batch."""
-    total = sum(prefill.extend_lens)
-    kept = due_rows(prefill, lambda total, read: is_worth_cutting(total, read, minimum))
-    return kept == len(prefill.extend_lens) < total and kept <= max(captured, default=0)
 
 
 def assert_all_stock(prefills: Iterable[Prefill]) -> None:

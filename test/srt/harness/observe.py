@@ -17,6 +17,7 @@ from sglang.srt.model_executor import forward_context
 from harness.batches import kept_rows, new_rows
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
+from sglang_gemma4_reference.row_trace import batch_given
 from sglang_gemma4_yoco import compat
 
 #: For logits of magnitude 10, in fp32. The tail sums in another order than stock does, which moves
@@ -143,13 +144,13 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     model = engine.text_model
 
     def on_entry(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.before = fields_of(batch_in(args, kwargs))
+        seen.before = fields_of(batch_given(args, kwargs))
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         seen.positions = positions.clone()
         seen.planned_before = Metadata.of(engine.runner.attn_backend)
 
     def on_exit(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seen.after = fields_of(batch_in(args, kwargs))
+        seen.after = fields_of(batch_given(args, kwargs))
         seen.planned_after = Metadata.of(engine.runner.attn_backend)
         if isinstance(output, tuple):  # followed by the states of captured layers
             output = output[0]
@@ -190,13 +191,6 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
             back = attention.o_proj.register_forward_pre_hook(counting(seen.attention_rows))
             hooks.enter_context(back)
         yield
-
-
-def batch_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the forward batch that the text model is called with."""
-    if "forward_batch" in kwargs:
-        return kwargs["forward_batch"]
-    return args[2]
 
 
 def run(engine: Engine, batch: Any, switch: str, *, planned_as: Observed | None = None) -> Observed:
@@ -259,7 +253,7 @@ def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
     total, kept = new_rows(prompts), sum(kept_rows(prompts))
     if kept == total:
         return None
-    front = _first_shared(engine) - 1
+    front = len(engine.layers_with_kv) - 1
     tail = len(engine.text_model.layers) - front
     if skips_tail(prompts):
         tail = 0
@@ -323,12 +317,6 @@ def _projection_norm(engine: Engine) -> Any:
     return getattr(engine.text_model, "per_layer_projection_norm", None)
 
 
-def _first_shared(engine: Engine) -> int:
-    config = engine.text_model.config
-    first: int = config.num_hidden_layers - config.num_kv_shared_layers
-    return first
-
-
 def assert_as_expected(seen: Observed, wanted: Expected) -> None:
     """Assert that FFN, attention and per-layer inputs had exactly the expected rows."""
     assert seen.rows == wanted.rows
@@ -351,7 +339,7 @@ def assert_as_expected(seen: Observed, wanted: Expected) -> None:
 def assert_stock(engine: Engine, prompts: Sequence[Prompt], seen: Observed) -> None:
     """Assert that every layer computed every row, on the runner's own backend."""
     total, model = new_rows(prompts), engine.text_model
-    layers, first = len(model.layers), _first_shared(engine)
+    layers, first = len(model.layers), len(engine.layers_with_kv)
     assert seen.rows == seen.attention_rows == [total] * layers
     assert seen.attended == [(total, total)] * first + [(total, 0)] * (layers - first)
     assert set(map(id, seen.backends)) == {id(engine.runner.attn_backend)}

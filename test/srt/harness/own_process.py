@@ -48,10 +48,6 @@ class OwnProcessFile(pytest.File):
         yield item
 
 
-class FailedInOwnProcessError(Exception):
-    """Not all tests of a file passed; the message is the end of their pytest's output."""
-
-
 class OwnProcess(pytest.Item):
     """Runs its file in a second pytest, and passes if that had tests and none of them failed."""
 
@@ -68,16 +64,10 @@ class OwnProcess(pytest.Item):
         output = log.read_text()
         log.unlink()
         if status:
-            raise FailedInOwnProcessError(output[-14000:])
+            pytest.fail(output[-14000:], pytrace=False)
         counted = output.splitlines()[-1]
         self.add_report_section("call", "in its own process", counted)
         assert re.search(r"\d passed", counted), f"nothing ran: {output[-2000:]}"
-
-    def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
-        """Return the other pytest's output, without this one's frames."""
-        if isinstance(excinfo.value, FailedInOwnProcessError):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
         """Return the file's location, for the report."""

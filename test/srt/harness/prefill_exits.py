@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from harness.batches import kept_rows, new_rows, rest_of
+from harness.forwards import state_of
 from harness.observe import skips_tail, without_padding
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
@@ -25,7 +26,6 @@ from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
 from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP, TAIL_NOT_CAPTURED
-from sglang_gemma4_yoco.core.state import get_state
 from sglang_gemma4_yoco.counters import Outcome
 
 NEEDS_PREFILL_GRAPHS = pytest.mark.skipif(
@@ -64,14 +64,7 @@ class Run:
     cache: list[torch.Tensor]
 
 
-def run(
-    engine: Engine,
-    batch: Any,
-    *,
-    fast: bool = False,
-    eagerly: bool = False,
-    intermediate: bool = False,
-) -> Run:
+def run(engine: Engine, batch: Any, *, fast: bool = False, eagerly: bool = False) -> Run:
     """Run one forward, over slots whose K and V are poisoned."""
     graphs = engine.runner.prefill_cuda_graph_runner
     switch = "0"
@@ -85,7 +78,7 @@ def run(
         if eagerly:
             refused = mock.patch.object(graphs, "can_run_graph", return_value=False)
             span.enter_context(refused)
-        output = engine.forward(batch, intermediate=intermediate)
+        output = engine.forward(batch)
     segments = 0
     for graph in recorder.replays:
         if isinstance(graph, RecordedPrefill):
@@ -98,7 +91,7 @@ def run(
 
 
 def is_replayed(rows: int) -> bool:
-    """Return True if SGLang replays a batch of ``rows`` rows, more than half of a bucket."""
+    """Return True if SGLang replays a batch of ``rows`` rows, at least half of a bucket."""
     return any(rows <= bucket <= 2 * rows for bucket in BUCKETS)
 
 
@@ -127,7 +120,7 @@ TO_THE_END: frozenset[Outcome] = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
 
 def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[Outcome]]:
     """Return the segments that the fast path must run, and the outcomes that may be counted."""
-    state = get_state(engine.text_model)
+    state = state_of(engine)
     if not is_replayed(new_rows(prompts)):
         return 0, EAGERLY
     if skips_tail(prompts):
@@ -138,11 +131,6 @@ def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[Ou
     return len(engine.text_model.layers) + 1, TO_THE_END
 
 
-def is_intermediate(prompts: Sequence[Prompt]) -> bool:
-    """Return True if no prompt of the batch ends in it."""
-    return all(prompt.to_come for prompt in prompts)
-
-
 def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = None) -> Outcome:
     """Assert that all three paths give the same answers and cache; return the fast one's outcome.
 
@@ -151,12 +139,12 @@ def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = 
     Args:
         chunk: the batch of ``prompts``, if it continues another one.
     """
-    batch, intermediate = chunk or engine.schedule(prompts), is_intermediate(prompts)
+    batch = chunk or engine.schedule(prompts)
     layers = len(engine.text_model.layers)
-    eager = run(engine, batch, eagerly=True, intermediate=intermediate)
-    stock = run(engine, batch, intermediate=intermediate)
+    eager = run(engine, batch, eagerly=True)
+    stock = run(engine, batch)
     with strict_exits():
-        fast = run(engine, batch, fast=True, intermediate=intermediate)
+        fast = run(engine, batch, fast=True)
     rows = new_rows(prompts)
     assert (eager.segments, stock.segments) == (0, (layers + 1) * is_replayed(rows))
     assert eager.outcomes == stock.outcomes == {SWITCHED_OFF: 1}
@@ -166,7 +154,7 @@ def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = 
     for one in (stock, fast):
         close(one.cache, eager.cache)
         assert one.logits.isfinite().all()
-        if not intermediate:
+        if not all(prompt.to_come for prompt in prompts):
             close(one.logits, eager.logits)
             assert (one.logprobs is None) == (eager.logprobs is None)
             if eager.logprobs is not None:

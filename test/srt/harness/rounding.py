@@ -21,8 +21,7 @@ def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
 
     The tail begins in the donor, in which the cut is.
     """
-    config = engine.text_model.config
-    first_cut = config.num_hidden_layers - config.num_kv_shared_layers - 1
+    first_cut = engine.layers_with_kv[-1]
     draw = torch.Generator().manual_seed(seed)
 
     def rounded(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:

@@ -33,18 +33,6 @@ CAPTURED_GRAPHS: Mapping[str, str | None] = {
 }
 CAPTURED_ARGUMENTS = ("--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS))
 
-
-def drafting_with(assistant: Path, ahead: int = 3) -> tuple[str, ...]:
-    """Return the arguments of a server with an assistant that drafts ``ahead`` tokens."""
-    return (
-        *("--speculative-algorithm", "NEXTN"),
-        *("--speculative-draft-model-path", str(assistant)),
-        *("--speculative-num-steps", str(ahead)),
-        *("--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", str(ahead + 1)),
-    )
-
-
 #: The observers put hooks on the model, which the package would refuse.
 _TRUST = settings.name_of("trust")
 _OBSERVERS = (row_trace.__name__, tail_failures.__name__)

@@ -24,8 +24,7 @@ from harness import batches
 from rehearsal import device, engine, operations, races
 from rehearsal.device import Answer
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import settings_changed
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.core import plan
@@ -131,7 +130,7 @@ def find_races(folder: Path, question: str) -> Answer:
         "start": {"accesses": loop.races.accesses, "races": dict(loop.races.found)},
         "sound": loop.serve(),
     }
-    with settings_changed(audit=1):
+    with settings.changed(audit=1):
         state.after_cut = audit.make_auditor(loop.scheduler.tp_worker.model_runner, state)
         found["audited"] = loop.serve() | {"audits": vars(counters.served.audits)}
     state.after_cut = None

@@ -19,9 +19,9 @@ from harness.forwards import state_of
 from harness.media import MediaPrompt, media_batch
 from rehearsal import device, kernels, operations
 from rehearsal.device import Answer
-from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed, switched
+from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_reference.host_reads import refusing_waits
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.core import plan
 from sglang_gemma4_yoco.patched import patched
 
@@ -78,7 +78,7 @@ def serve(engine: Engine, name: str, way: str) -> Answer:
     mode.product_rows.clear()
     known = len(kernels.compiled)
     with ExitStack() as span:
-        span.enter_context(settings_changed(min_skipped_rows=1))
+        span.enter_context(settings.changed(min_skipped_rows=1))
         span.enter_context(patched(counters.served, count_failure=failed))
         if way == STOCK:
             span.enter_context(switched("0"))

@@ -20,6 +20,7 @@ from sglang_gemma4_yoco.loading import unsupported
 #: Level of evidence -> the folders of its tests in ``test/srt``.
 LEVELS = {
     "real server": {"server"},
+    "process without a server": {"server"},
     "ModelRunner": {"triton", "forward"},
     "rehearsal": {"rehearsal"},
     "gate alone": {"unit"},

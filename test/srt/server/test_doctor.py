@@ -21,7 +21,6 @@ from harness.server import python_path
 from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
-from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
@@ -183,7 +182,7 @@ def test_prefill_graphs(
     named = given.get("named", "breakable")
     monkeypatch.setattr(patch, "installed", given.get("installed", True))
     report = Report()
-    switch = settings_changed(prefill_graphs=given.get("setting", True))
+    switch = settings.changed(prefill_graphs=given.get("setting", True))
     with prefill_graphs(Backend.BREAKABLE, named), switch:
         preflight._prefill_graphs(report, given.get("kind", gemma4))
         if is_repaired:
@@ -240,7 +239,7 @@ def test_a_release_that_was_not_tested(
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     report = Report(entries={"plugins": {}})
     report.begin("Model")
-    with settings_changed(**changed), pytest.raises(CommandError, match="required: --model-path"):
+    with settings.changed(**changed), pytest.raises(CommandError, match="required: --model-path"):
         preflight.examine(report, [])
     assert len(report.refusals) == len(refusals)
     for shown, part in zip(report.refusals, refusals, strict=True):

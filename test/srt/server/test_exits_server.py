@@ -27,7 +27,7 @@ from harness.ask import (
     tokens,
     traffic,
 )
-from harness.layer_rows import FIRST_CUT, cut, fast_rows, is_replayed, whole
+from harness.layer_rows import FIRST_CUT, cut, rows_and_replays, whole
 from harness.server import (
     CAPTURED_ARGUMENTS,
     CAPTURED_GRAPHS,
@@ -78,7 +78,7 @@ def both_servers(
 
 
 def bucket_of(prefill: Prefill) -> int | None:
-    """Return SGLang's graph for a prefill, more than half of whose bucket must be used."""
+    """Return SGLang's graph for a prefill, at least half of whose bucket must be used."""
     total = sum(prefill.extend_lens)
     for bucket in BUCKETS:
         if total <= bucket <= 2 * total and not prefill.multimodal:
@@ -88,8 +88,7 @@ def bucket_of(prefill: Prefill) -> int | None:
 
 def due(prefill: Prefill) -> tuple[list[int], int]:
     """Return the rows that a forward's layers must compute, and the number of its graph replays."""
-    rows = fast_rows(prefill, captured=CAPTURED_ROWS)
-    tail = is_replayed(prefill, 1, CAPTURED_ROWS)
+    rows, tail = rows_and_replays(prefill, captured=CAPTURED_ROWS)
     bucket = bucket_of(prefill)
     if bucket is None:
         return rows, tail

@@ -31,7 +31,7 @@ from harness.ask import (
     tokens,
 )
 from harness.layer_rows import assert_all_fast, assert_all_stock, cut
-from harness.server import CAPTURED_ROWS, CHUNK, Pair, Server, drafting_with, pair
+from harness.server import CAPTURED_ROWS, CHUNK, Pair, Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 
 LABELS = [40, 300, 511]
@@ -85,8 +85,15 @@ def drafting(
     directory = tmp_path_factory.mktemp("drafting")
     write_assistant(directory / "assistant", E2B_TINY)
     ranks, ahead = request.param
-    drafts = drafting_with(directory / "assistant", ahead)
-    arguments = (*drafts, "--decode-log-interval", "1", "--tp-size", str(ranks))
+    arguments = (
+        *("--speculative-algorithm", "NEXTN"),
+        *("--speculative-draft-model-path", str(directory / "assistant")),
+        *("--speculative-num-steps", str(ahead)),
+        *("--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(ahead + 1)),
+        *("--decode-log-interval", "1"),
+        *("--tp-size", str(ranks)),
+    )
     with pair(tiny_checkpoint, directory, *arguments, captured=True) as both:
         yield both
 

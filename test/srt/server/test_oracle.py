@@ -40,15 +40,6 @@ def _nothing_is_cached(on_server: Server) -> None:
     on_server.forget_prefixes()
 
 
-@pytest.mark.parametrize("length", [2, WINDOW - 1, WINDOW, WINDOW + 1, 100, 500])
-def test_prompt(on_server: Server, oracle: Gemma4ForConditionalGeneration, length: int) -> None:
-    """Prompts are shorter and longer than the window, in one chunk and in several."""
-    prompt = tokens(length, seed=length)
-    [got], prefills = answers(on_server, prompt)
-    assert_all_fast(prefills)
-    close(got, truth.logprobs(oracle, prompt))
-
-
 @pytest.mark.parametrize(("cached", "new"), [(10, 5), (WINDOW, 2), (90, 20), (90, WINDOW + 20)])
 def test_cached_prefix(
     on_server: Server, oracle: Gemma4ForConditionalGeneration, cached: int, new: int
@@ -62,8 +53,12 @@ def test_cached_prefix(
 
 
 def test_batch(on_server: Server, oracle: Gemma4ForConditionalGeneration) -> None:
-    """Several prompts share a forward, one of them with a cached prefix."""
-    prompts = prompts_of(300, 12, 1, 50, WINDOW, 5)
+    """Several prompts share a forward, one of them with a cached prefix.
+
+    They are shorter and longer than the window, in one chunk and in several.
+    """
+    around_the_window = (WINDOW - 1, WINDOW, WINDOW + 1)
+    prompts = prompts_of(300, 12, 1, 50, *around_the_window, 5, 2, 100, 500)
     answers(on_server, prompts[3][:40])
     got, prefills = answers(on_server, *prompts)
     assert_all_fast(prefills)

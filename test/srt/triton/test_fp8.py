@@ -20,7 +20,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
 from harness.batches import batch_of, new_rows
-from harness.forwards import ENGINE, INTERPRETED_ENGINE, assert_fast, times
+from harness.forwards import ENGINE, INTERPRETED_ENGINE, assert_fast, state_of, times
 from harness.layer_rows import INTERPRETED
 from harness.observe import Observed, run, watching
 from sglang_gemma4_reference import interpreter
@@ -28,7 +28,6 @@ from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import per_layer
-from sglang_gemma4_yoco.core.state import get_state
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
@@ -149,7 +148,7 @@ def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint = write_checkpoint(tmp_path, INTERPRETED)
     engine = Engine(checkpoint, **ENGINE, kv_cache_dtype=name)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
-    assert str(get_state(engine.text_model).unsupported) == (
+    assert str(state_of(engine).unsupported) == (
         f"a KV cache of {TYPES[name]} with weights of torch.float32"
     )
     for switch in ("0", "1"):

@@ -2,7 +2,7 @@
 
 Each reason is tested here, and what SGLang has changed since shows here first. That a refused
 server runs as stock is shown once on a runner (``forward/test_refused``) and once on a server
-(``server/test_refused_flags``).
+(``server/test_untested_server``).
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from harness.stand_ins import server_args, skip_on_older
 from scripts.dev import reviewed_arguments
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import settings_changed
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.compat.backends import AITER, AMX, ASCEND, FA, TRITON, TRTLLM, XPU
@@ -191,7 +190,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     absent: list[str] = []
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     monkeypatch.setattr(compat.server, "has_name", lambda name: name not in absent)
-    with releases.published(), settings_changed(untested=True, self_check=True):
+    with releases.published(), settings.changed(untested=True, self_check=True):
         assert unsupported.find_server_reason() is None
         yield absent.append
 
