@@ -125,7 +125,7 @@ def take_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
         return decided
     if isinstance(decided, Exception):
         raise decided
-    if state.replayed_batch is None and state.is_capturing():
+    if state.replayed_batch is None and compat.attention.is_capturing():
         return eligibility.CAPTURING
     if compat.attention.get_current_backend() is not decided.attention.main:
         return NOT_PLANNED

@@ -40,7 +40,6 @@ from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.models import gemma4
-from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import Refusal
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -154,17 +153,6 @@ def test_graph_capture(capturing: Any) -> None:
     with capturing():
         assert reason_of(model(), eligible_batch()) == eligibility.CAPTURING
     assert reason_of(model(), eligible_batch()) is None
-
-
-def test_a_captured_prefill_that_is_replayed() -> None:
-    """During its replay nothing counts as being captured; all other reasons hold."""
-    state = state_of(model())
-    with enable_breakable_cuda_graph(), patched(state, is_capturing=lambda: False):
-        assert isinstance(
-            eligibility.check_eligibility(state, eligible_batch()), eligibility.Eligible
-        )
-        batch = eligible_batch(lora_ids=["a", None, None])
-        assert eligibility.check_eligibility(state, batch) == eligibility.LORA
 
 
 # ---------------------------------------------------------------- threshold
