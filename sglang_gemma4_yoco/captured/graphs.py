@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import per_layer
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail_batch import KeptRows
@@ -121,7 +121,6 @@ class Replay:
     bucket: Bucket
     inputs: Inputs
     index: torch.Tensor
-    outcome: str = counters.TAIL_CAPTURED
 
     @property
     def buffers(self) -> per_layer.Buffers | None:

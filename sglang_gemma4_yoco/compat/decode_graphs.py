@@ -64,7 +64,8 @@ def end_failed_capture(device: torch.device, backend: Any) -> None:
     """Clean up after a capture that CUDA has aborted; ``device`` has an index.
 
     Up to torch 2.13 the random generator stays in capture mode, so the first sampled token would
-    end the server, and the allocator keeps allocating in the graph's pool.
+    end the server, and the allocator keeps allocating in the graph's pool. SGLang pins torch 2.14
+    for CUDA, but is installed with older ones on AMD.
 
     Raises:
         RuntimeError: the random generator still fails.

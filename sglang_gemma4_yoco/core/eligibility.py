@@ -89,7 +89,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refus
     """
     # The mode comes first, because it refuses most of the ineligible batches.
     reason = _check_mode(forward_batch.forward_mode) or state.unsupported
-    if reason is None and state.replayed_batch is None and state.is_capturing():
+    if reason is None and state.replayed_batch is None and compat.attention.is_capturing():
         reason = CAPTURING
     reason = reason or _check_fields(state, forward_batch) or _check_lengths(forward_batch)
     if reason is not None:

@@ -15,10 +15,6 @@ class TailRunner(Protocol):
     """Runs the tail of one planned batch."""
 
     @property
-    def outcome(self) -> str:
-        """The name under which ``counters`` counts its forward."""
-
-    @property
     def buffers(self) -> Buffers | None:
         """The memory from which it projects its per-layer inputs; None if they are passed in."""
 

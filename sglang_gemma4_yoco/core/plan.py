@@ -29,7 +29,6 @@ class EagerTail:
     tail: TailBatch
     attention: TailBackend
     metadata: Any
-    outcome: str = counters.TAIL_EAGER
     buffers: Buffers | None = None
 
     def run(
@@ -90,10 +89,10 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
     outcome = counters.TAIL_SKIPPED
     if eligible.bucket is not None:
         runner = eligible.bucket.plan(forward_batch, tail.index)
+        outcome = counters.TAIL_CAPTURED
     elif not eligible.is_intermediate_chunk:
         runner = make_eager_tail(state, forward_batch, tail)
-    if runner is not None:
-        outcome = runner.outcome
+        outcome = counters.TAIL_EAGER
     if state.replayed_batch is not None:
         outcome = counters.AT_EXITS[outcome]
     return Plan(forward_batch, tail, attention, runner, outcome)
@@ -125,7 +124,7 @@ def take_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
         return decided
     if isinstance(decided, Exception):
         raise decided
-    if state.replayed_batch is None and state.is_capturing():
+    if state.replayed_batch is None and compat.attention.is_capturing():
         return eligibility.CAPTURING
     if compat.attention.get_current_backend() is not decided.attention.main:
         return NOT_PLANNED

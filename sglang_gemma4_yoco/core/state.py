@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core.interfaces import AfterCut, CapturedTail
 from sglang_gemma4_yoco.core.model import TextModelAdapter
 from sglang_gemma4_yoco.core.per_layer import can_be_split
@@ -56,7 +56,6 @@ class ModelState:
         unsupported: why none of its batches is cut, or None.
         attention: the tail's own backend; None if the server was refused at start.
         captured: the captured tail, if there is one.
-        is_capturing: returns True while a forward is being captured in a CUDA graph.
         replayed_batch: the batch that SGLang is serving with a captured prefill, or None.
         exits_are_open: whether captured prefills may be cut; None if none has an exit.
         after_cut: called after each forward that was cut, or None.
@@ -72,7 +71,6 @@ class ModelState:
     unsupported: ServerRefusal | None
     attention: TailBackend | None = None
     captured: CapturedTail | None = None
-    is_capturing: Callable[[], bool] = compat.attention.is_capturing
     replayed_batch: Any = None
     exits_are_open: bool | None = None
     after_cut: AfterCut | None = None

@@ -14,9 +14,9 @@ from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking import exit_check
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.prefill_exits.graph_exits import PrefillGraphExits
+from sglang_gemma4_yoco.prefill_exits.graph_exits import add_exits
 
-#: The attribute of SGLang's prefill graph runner that holds the exits.
+#: The attribute of an SGLang prefill graph runner whose graphs have exits.
 EXITS_ENTRY = "_yoco_exits"
 
 
@@ -52,7 +52,8 @@ def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
         prefills = compat.server.get_captured_prefills(runner)
         # If SGLang captured decode steps only, the prefills are those of an earlier capture.
         if prefills is not None and not hasattr(prefills, EXITS_ENTRY):
-            setattr(prefills, EXITS_ENTRY, PrefillGraphExits(state.model, config, prefills))
+            add_exits(state.model, config, prefills)
+            setattr(prefills, EXITS_ENTRY, True)
             state.exits_are_open = False
             # Without the state, no batch can be served with these graphs.
             state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))

@@ -26,39 +26,41 @@ from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.state import ModelState, get_state
 
 
-class PrefillGraphExits:
-    """The exits of one model's captured prefills, one for each bucket.
+def add_exits(model: Any, config: Any, prefills: Any) -> None:
+    """Patch ``prefills``, SGLang's runner of captured prefills, to leave them at their exits.
 
-    Only SGLang's prefill graph runner, which calls it, holds a reference, so graphs that SGLang
-    drops are freed. It also keeps multimodal prompts out of the graphs, cut or not.
+    It also keeps multimodal prompts out of the graphs, cut or not. Only SGLang's runner refers to
+    what is added, so graphs that SGLang drops are freed.
+
+    Args:
+        config: the multimodal model's.
     """
+    embed = partial(compat.captured_prefills.embed_text, model, config)
+    graphs = compat.captured_prefills.list_graphs(prefills.backend)
+    for _, output in graphs.values():
+        output.zero_()  # rows that are no longer written must be finite
+    stock_can_run_graph = prefills.can_run_graph
+    stock_execute, stock_replay = prefills.execute, prefills.backend.replay
 
-    def __init__(self, model: Any, config: Any, prefills: Any) -> None:
-        """Patch ``prefills``, SGLang's runner; ``config`` is the multimodal model's."""
-        self._model = model
-        self._embed = partial(compat.captured_prefills.embed_text, model, config)
-        self._graphs = compat.captured_prefills.list_graphs(prefills.backend)
-        for _, output in self._graphs.values():
-            output.zero_()  # rows that are no longer written must be finite
-        prefills.can_run_graph = partial(self._can_run_graph, prefills.can_run_graph)
-        prefills.execute = partial(self._execute, prefills.execute)
-        prefills.backend.replay = partial(self._replay, prefills.backend.replay)
+    def can_run_graph(forward_batch: Any) -> bool:
+        return not is_multimodal(forward_batch) and bool(stock_can_run_graph(forward_batch))
 
-    def _can_run_graph(self, stock: Callable[[Any], bool], forward_batch: Any) -> bool:
-        return not is_multimodal(forward_batch) and bool(stock(forward_batch))
-
-    def _execute(self, stock: Callable[..., Any], forward_batch: Any, **kwargs: Any) -> Any:
-        state = get_state(self._model)
+    def execute(forward_batch: Any, **kwargs: Any) -> Any:
+        state = get_state(model)
         state.replayed_batch = forward_batch
         try:
-            return stock(forward_batch, **kwargs)
+            return stock_execute(forward_batch, **kwargs)
         finally:
             state.replayed_batch = None
 
-    def _replay(self, stock: Callable[..., Any], bucket: Any, batch: Any, **kwargs: Any) -> Any:
-        state, to_its_end = get_state(self._model), partial(stock, bucket, batch, **kwargs)
-        forward = ExitForward(state, self._embed, *self._graphs[bucket], batch, to_its_end)
+    def replay(bucket: Any, batch: Any, **kwargs: Any) -> Any:
+        state, to_its_end = get_state(model), partial(stock_replay, bucket, batch, **kwargs)
+        forward = ExitForward(state, embed, *graphs[bucket], batch, to_its_end)
         return serve_forward(state, state.replayed_batch, forward)
+
+    prefills.can_run_graph = can_run_graph
+    prefills.execute = execute
+    prefills.backend.replay = replay
 
 
 @dataclass

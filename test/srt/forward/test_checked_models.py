@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from harness import stand_ins
 from harness.batches import batch_of
 from harness.breakages import BREAKAGES
 from harness.checked_models import traffic
@@ -30,13 +29,11 @@ from sglang_gemma4_reference.checkpoint import (
 )
 from sglang_gemma4_reference.engine import Engine, reset_log, switched
 from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.checking import self_check as check
-from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.compat.layers import get_rows
 from sglang_gemma4_yoco.core import cut
-from sglang_gemma4_yoco.core.plan import EagerTail, make_eager_tail
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -108,18 +105,6 @@ def test_a_captured_tail_is_replayed(captured: Engine) -> None:
     # Beside the first replay its layers run eagerly on as many rows as the graph has.
     expected = [total, REQUESTS, suffix, 0, REQUESTS + 1, 0]
     assert [f[-1] for f in forwards] == expected
-
-
-def test_a_captured_tail_that_is_not_replayed(
-    captured: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is known of a tail that is not replayed."""
-
-    def plan_eagerly(bucket: Bucket, batch: Any, *_: Any) -> EagerTail:
-        return make_eager_tail(bucket.state, batch, stand_ins.tail_of(batch))
-
-    monkeypatch.setattr(Bucket, "plan", plan_eagerly)
-    assert checked(captured) == CheckResult(unchecked=check.NOT_REPLAYED)
 
 
 def test_a_right_graph_is_not_dropped(captured: Engine) -> None:

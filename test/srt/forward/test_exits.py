@@ -443,7 +443,7 @@ def test_graphs_that_get_no_exits_are_not_used(engine: Engine) -> None:
     """Without an exit nothing keeps media out of a graph."""
     captured = SimpleNamespace(model=engine.runner.model, prefill_cuda_graph_runner=object())
     with (
-        mock.patch.object(exit_setup, "PrefillGraphExits", side_effect=InjectedError),
+        mock.patch.object(exit_setup, "add_exits", side_effect=InjectedError),
         pytest.raises(InjectedError),
         exit_setup.repair_capture(captured, state_of(engine)),
     ):

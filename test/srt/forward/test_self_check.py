@@ -241,10 +241,10 @@ def test_the_setting_skips_it(
 
 
 def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, norm = state_of(engine), engine.text_model.norm.weight.data
+    norm = engine.text_model.norm.weight.data
     kind: Any = type(engine.text_model)
     for owner, name, value, reason in (
-        (state, "is_capturing", lambda: True, eligibility.CAPTURING),
+        (compat.attention, "is_capturing", lambda: True, eligibility.CAPTURING),
         # As if another plugin had replaced the package's forward with its own.
         (kind, "forward", kind.forward.__wrapped__, check.NOT_SEEN),
         # As where a graph of SGLang's runs the layers.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +20,7 @@ from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.loading import metrics, unsupported
-from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.loading import metrics
 from sglang_gemma4_yoco.refusal import Refusal, ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
@@ -106,19 +103,6 @@ def test_a_batch_is_logged_and_counted_as_its_refusal_says(
         counters.served.count_ineligible(refusal, 7)
     assert answered()["forwards"] == {label: 2}
     assert said() == lines
-
-
-@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING, logging.ERROR])
-def test_a_server_is_refused_at_the_level_of_its_refusal(
-    said: Callable[..., list[str]], level: int
-) -> None:
-    """It is logged once, and not at all if the refusal has a line of its own."""
-    state = states.ModelState(None, gemma4, None)
-    state.turn_off(replace(unsupported.WRONG_REPLAYS, level=level))
-    assert len(said(level)) == 1
-    assert said(level + 1) == []
-    state.turn_off(replace(unsupported.NO_TAIL, is_logged=False))
-    assert len(said()) == 1
 
 
 @pytest.mark.parametrize("reason", [None, forward.GIVEN_UP, check.CHECK_FAILED, audit.DIFFERED])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -31,36 +29,6 @@ def test_what_a_variable_says_of_its_default_is_true() -> None:
 def test_what_is_switched_off_needs_no_other_setting() -> None:
     found = {settings.SWITCH: "0", settings.name_of("audit"): "often"}
     assert settings.read(found) == settings.Settings(enabled=False)
-
-
-def test_entry_point_is_registered_once() -> None:
-    ours = [ep for ep in entry_points(group="sglang.srt.plugins") if ep.name == "gemma4_yoco"]
-    assert [ep.value for ep in ours] == ["sglang_gemma4_yoco.plugin:load"]
-    assert not [
-        ep
-        for ep in entry_points(group="sglang.srt.platforms")
-        if ep.dist and ep.dist.name == "sglang-gemma4-yoco"
-    ]
-
-
-def test_load_never_raises(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, not_loaded: None
-) -> None:
-    from sglang.srt.managers.scheduler import Scheduler
-
-    def broken() -> None:
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(patch, "patch_sglang", broken)
-    monkeypatch.setenv(settings.SWITCH, "1")
-    answers = Scheduler.get_internal_state
-    with caplog.at_level(logging.INFO):
-        plugin.load()
-    (record,) = caplog.records
-    assert record.levelno == logging.ERROR
-    assert "something else" in record.getMessage()
-    assert plugin.why_not_installed == "something else"
-    assert Scheduler.get_internal_state is answers
 
 
 @pytest.fixture
