@@ -48,12 +48,12 @@ class Settings:
         None,
         _FROM_1,
         "the minimum number of rows that a batch must skip in the KV-shared layers to run on the "
-        "fast path; unset: a rule from measurements on a CPU and a model of a GPU",
+        "fast path; unset: a rule from measurements on a CPU and a performance model of a GPU",
     )
     graph_rows: int | None = _setting(
         None,
         _FROM_0,
-        "the maximum number of rows of a prefill for which the KV-shared layers are captured in "
+        "the maximum number of kept rows of a prefill for which the KV-shared layers are captured in "
         "CUDA graphs; 0: they are not captured; unset: up to 32 rows",
     )
     self_check: bool = _setting(
