@@ -53,8 +53,8 @@ class Settings:
     graph_rows: int | None = _setting(
         None,
         _FROM_0,
-        "the maximum number of kept rows of a prefill for which the KV-shared layers are captured in "
-        "CUDA graphs; 0: they are not captured; unset: up to 32 rows",
+        "the maximum number of kept rows of a prefill for which the KV-shared layers are captured "
+        "in CUDA graphs; 0: they are not captured; unset: up to 32 rows",
     )
     self_check: bool = _setting(
         True, _FLAG, "1 to compare prefills with stock SGLang when the server starts, 0 to skip it"

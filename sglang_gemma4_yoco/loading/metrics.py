@@ -30,7 +30,7 @@ _PREFIX = "sglang:gemma4_yoco_"
 # The name of a counter -> its documentation and its own label.
 _COUNTERS = {
     "forwards": (
-        "Forwards except decode steps, by outcome: how they were cut, or why not.",
+        "Prefill forwards, by outcome: how they were cut, or why not.",
         "outcome",
     ),
     "rows": ("Rows of prefills, by whether the KV-shared layers computed them.", "part"),
