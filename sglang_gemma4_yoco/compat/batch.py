@@ -12,11 +12,6 @@ ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.
 MARKS_CHUNKS = hasattr(ForwardBatch, "contains_last_prefill_chunk")
 
 
-def is_prefill(mode: Any) -> bool:
-    """Return True for a prefill's mode; by identity, because SGLang's modes equal integers."""
-    return mode is ForwardMode.EXTEND or mode is ForwardMode.MIXED
-
-
 def mark_chunk(batch: Any, *, finishes: bool) -> None:
     """Mark whether some prompt ends in a batch, if this SGLang marks batches."""
     if MARKS_CHUNKS:

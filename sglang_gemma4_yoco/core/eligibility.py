@@ -70,6 +70,11 @@ class Eligible(NamedTuple):
     bucket: TailBucket | None
 
 
+def is_prefill(mode: Any) -> bool:
+    """Return True for a prefill's mode; by identity, because SGLang's modes equal integers."""
+    return mode is compat.batch.ForwardMode.EXTEND or mode is compat.batch.ForwardMode.MIXED
+
+
 def find_ineligible_reason(state: ModelState, forward_batch: Any) -> Refusal | None:
     """Return why this batch must run as stock, or None if it may be cut."""
     found = check_eligibility(state, forward_batch)
@@ -87,8 +92,10 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refus
     Returns:
         The rows to keep, or the reason why it must run as stock.
     """
-    # The mode comes first, because it refuses most of the ineligible batches.
-    reason = _check_mode(forward_batch.forward_mode) or state.unsupported
+    mode = forward_batch.forward_mode
+    if not is_prefill(mode):
+        return Refusal(f"forward mode {getattr(mode, 'name', mode)}", is_logged=False)
+    reason: Refusal | None = state.unsupported
     if reason is None and state.replayed_batch is None and compat.attention.is_capturing():
         reason = CAPTURING
     reason = reason or _check_fields(state, forward_batch) or _check_lengths(forward_batch)
@@ -103,12 +110,6 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refus
     if reason is None and state.replayed_batch is not None:
         reason = _check_exit(state, eligible)
     return reason or eligible
-
-
-def _check_mode(mode: Any) -> Refusal | None:
-    if compat.batch.is_prefill(mode):
-        return None
-    return Refusal(f"forward mode {getattr(mode, 'name', mode)}", is_logged=False)
 
 
 def _check_fields(state: ModelState, forward_batch: Any) -> Refusal | None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.core import cut, plan
+from sglang_gemma4_yoco.core import cut, eligibility, plan
 from sglang_gemma4_yoco.core.interfaces import Forward, Plan
 from sglang_gemma4_yoco.core.model import NotCuttableError
 from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
@@ -52,7 +52,7 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
                 mode is compat.batch.ForwardMode.DECODE  # first, since these are the most
                 or torch.compiler.is_compiling()
                 or STATE_ENTRY not in self.__dict__
-                or not compat.batch.is_prefill(mode)
+                or not eligibility.is_prefill(mode)
             )
         except Exception as failure:  # noqa: BLE001 - any failure falls back to stock
             counters.log_failed_forward(failure)

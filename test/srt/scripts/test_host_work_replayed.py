@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.batches import batch_of
+from harness.decode_graphs import record_tail
+from harness.forwards import ENGINE
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.prefill_exits import NEEDS_PREFILL_GRAPHS
 from scripts.bench import bench_prefill
 from scripts.bench.bench_prefill import OFF_REPLAYED, ON_REPLAYED, Load, Point
+from sglang_gemma4_reference import prefill_graphs
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
 from sglang_gemma4_yoco import counters
 
@@ -22,14 +27,17 @@ WAYS = ("off", "on", OFF_REPLAYED, ON_REPLAYED)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(tiny_checkpoint: Path) -> Engine:
     """Return an engine with captured prefills of two lengths, and a captured tail."""
-    folder, lengths = tmp_path_factory.mktemp("model"), [bench_prefill.CHECKED, ROWS]
-    made: Engine = bench_prefill.build_engine(
-        "E2B_TINY", "cpu", folder, ROWS, graphs=True, prefills=lengths
-    )
-    bench_prefill.capture(made)
-    return made
+    graphs: dict[str, Any] = {
+        "cuda_graph_bs_decode": [1],
+        "cuda_graph_backend_prefill": "breakable",
+        "cuda_graph_bs_prefill": [bench_prefill.CHECKED, ROWS],
+    }
+    with prefill_graphs.recordable():
+        engine = Engine(tiny_checkpoint, **(ENGINE | graphs))
+    record_tail(engine, 1)
+    return engine
 
 
 @pytest.fixture(scope="module")
