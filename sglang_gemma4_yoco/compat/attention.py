@@ -21,6 +21,9 @@ from sglang_gemma4_yoco.compat import batch, server
 from sglang_gemma4_yoco.compat.backends import TRITON, get_path
 from sglang_gemma4_yoco.patched import patched
 
+#: The tail's attention backend, by its name in SGLang's registry.
+TAIL_BACKEND = "triton"
+
 
 def is_capturing() -> bool:
     """Return True if this forward is captured in a CUDA graph, or runs in a piecewise one.
@@ -71,10 +74,11 @@ def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
     Its window is that of these decoder layers, as for stock's rows. For Gemma 3n the layers'
     ``sliding_window_size`` is 512, while the runner's is 511.
     """
-    backend = ATTENTION_BACKENDS["triton"](runner)
+    backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)
     window = find_window(layers)
     if window > 0:
         backend.sliding_window_size = window - 1  # without a row's own key
+    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = TAIL_BACKEND
     return backend
 
 
