@@ -49,7 +49,7 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         try:  # models without a state may be third-party, and their batches too
             mode = forward_batch.forward_mode
             is_stock = (
-                mode is compat.batch.ForwardMode.DECODE  # first, since these are the most
+                mode is compat.batch.ForwardMode.DECODE  # first: most forwards are decode steps
                 or torch.compiler.is_compiling()
                 or STATE_ENTRY not in self.__dict__
                 or not eligibility.is_prefill(mode)
