@@ -79,7 +79,7 @@ _READ_3N = (
 )
 _REFUSED = ("unit/test_limits::test_an_attention_backend",)
 
-_NOT_SM100 = "by default, except on SM100 (so also on an H100 and on AMD)"
+_NOT_SM100 = "by default (also on an H100 and on AMD), except on SM100"
 _SM100 = "by default on SM100 (such as B200)"
 _SM90 = "`fa3` by default on SM90 (such as H100)"
 _AMD = "by default on AMD"
