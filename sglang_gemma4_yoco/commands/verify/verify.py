@@ -13,8 +13,8 @@ In float32 on a CPU all tokens must be equal, and all log-probabilities within 1
 if two runs of stock in identical batches differ by more than that, the log-probabilities of each
 kind of prompt may differ on average by 3 * A + B / N + 0.05. A is stock's average difference from
 itself (for its noisiest kind of prompt, in identical or in other batches), B its largest, and N
-half the number of compared answers. The rule applies first to the parts of answers that prefills
-computed, then to whole answers.
+half the number of compared answers. From four answers on, the largest difference is left out. The
+rule applies first to the parts of answers that prefills computed, then to whole answers.
 
 The last line of stdout is one JSON document, which is in verify.json too; verify.html shows it.
 Exit status: 0 if fast prefill was active and the answers agree; 1 if not; 2 if nothing could be

@@ -266,6 +266,23 @@ def test_the_largest_difference_of_stock_is_shared_by_all_prompts() -> None:
             assert (find_problem(fast, noise, exact=False) is not None) is is_beyond
 
 
+@pytest.mark.parametrize(
+    ("differences", "is_problem"),
+    [
+        ([3.0, 0.0, 0.0, 0.0], False),
+        ([3.0, 3.0, 0.0, 0.0], True),
+        ([math.inf, 0.0, 0.0, 0.0], True),
+        ([3.0, 0.0], True),
+    ],
+)
+def test_one_large_difference_of_four_may_be_rounding(
+    differences: list[float], is_problem: bool
+) -> None:
+    """Two of four are more than chance, and so is one of two."""
+    fast = Comparison(len(differences), 0, differences, differences)
+    assert (find_problem(fast, [comparison(0.0)], exact=False) is not None) is is_problem
+
+
 def test_what_prefills_computed_is_judged_by_itself() -> None:
     """Most tokens come from decode steps, and hide the first ones; a timed prompt has none."""
     noise = [comparison(0.0)]
