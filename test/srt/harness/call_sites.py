@@ -1,12 +1,14 @@
 """Calls made by the package's code, as reported by Python's profiler (``sys.setprofile``).
 
-Calls of Python's own functions (``len``, ``dict.get``, ``contextlib``) are left out.
+Calls of Python's own functions (``len``, ``dict.get``, ``contextlib``), and by its garbage collector,
+are left out.
 """
 
 from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import sys
 import sysconfig
 from pathlib import Path
@@ -45,7 +47,9 @@ def call_of(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
         if caller is None or not is_of_package(caller.f_code.co_filename):
             return None
         entered = frame.f_code
-        if is_of_python(entered.co_filename):
+        # A collection may begin in any line, and calls these.
+        collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+        if is_of_python(entered.co_filename) or entered in collecting:
             return None
         owner = ""
         if "/sglang/srt/" in entered.co_filename:
