@@ -175,7 +175,8 @@ def measure_profile(args: argparse.Namespace) -> int:
 def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
     """Return the command that measures a part in a separate process, alone on the GPU."""
     card = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    name = f"gpu_{part}_{args.preset.lower()}_{card}.json"
+    preset = args.preset.lower().replace("_", "-")
+    name = f"gpu_{part}_{preset}_{card}.json"
     path = os.path.relpath(args.results / name, REPO)
     command, smaller = COMMANDS[part]
     script, *options = shlex.split(command)

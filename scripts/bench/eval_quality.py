@@ -4,10 +4,10 @@
 Sends GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring) at temperature 0 to two
 SGLang servers of one checkpoint, off and on, and to the stock server again. It prints the accuracy
 of each run, the share of identical answers between off and on and between the two runs of off, and
-the answers that differ. In bf16 on a GPU other kernels run for the
-last rows, so a few answers differ; accuracy should not. The two runs of off differ if concurrent
-questions are batched differently: that is the baseline without fast prefill. ``--concurrency 1``
-asks one question at a time.
+the answers that differ. In bf16 on a GPU other kernels run for the last rows, so a few answers
+differ; accuracy should not. The two runs of off differ if concurrent questions are batched
+differently: that is the baseline without fast prefill. ``--concurrency 1`` asks one question at a
+time.
 
     python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it   # one after the other
     python scripts/bench/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001

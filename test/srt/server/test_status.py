@@ -74,10 +74,7 @@ def test_the_sample_in_the_documents(capsys: Captured) -> None:
             ": 75.0% of prefills cut, 70.0% of rows skipped.",
         ),
         (
-            [
-                ({"unseen": 1, "lora": 3}, {"computed": 9, "skipped": 0}),
-                ({"unseen": 1}, {}),
-            ],
+            [({"unseen": 1, "lora": 3}, {"computed": 9, "skipped": 0}), ({"unseen": 1}, {})],
             ", but none of 5 prefills was cut: most are lora (docs/slower.md).",
         ),
     ],
