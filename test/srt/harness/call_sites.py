@@ -1,7 +1,7 @@
 """Calls made by the package's code, as reported by Python's profiler (``sys.setprofile``).
 
-Calls of Python's own functions (``len``, ``dict.get``, ``contextlib``), and by its garbage collector,
-are left out.
+Calls of Python's own functions (``len``, ``dict.get``, ``contextlib``), and those that a garbage
+collection makes, are left out.
 """
 
 from __future__ import annotations
