@@ -45,6 +45,7 @@ _FIELDS = (
     "residual_stream",
     "return_hidden_states_before_norm",
     "return_logprob",
+    "sampling_info",
     "seq_lens",
     "seq_lens_sum",
     "spec_algorithm",

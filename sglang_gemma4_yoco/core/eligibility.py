@@ -175,9 +175,13 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     SGLang discards the token sampled from an unfinished chunk. It also counts the decoding requests
     of a mixed batch as unfinished, though their rows are read. These have one new token each, so a
     batch with a one-token request does not qualify. Speculative decoding does not qualify either: a
-    draft may continue from the token sampled from a chunk.
+    draft may continue from the token sampled from a chunk. Nor does a custom logit processor:
+    SGLang calls it on the logits of each chunk, and it may remember them.
     """
     if not compat.batch.MARKS_CHUNKS or forward_batch.contains_last_prefill_chunk:
+        return False
+    sampling = forward_batch.sampling_info
+    if sampling is not None and sampling.has_custom_logit_processor:
         return False
     capture = forward_batch.capture_hidden_mode
     if (

@@ -143,7 +143,8 @@ def servers(
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
         "SGLANG_ENABLE_NAN_LOGITS_CHECK": "1",
     }
-    with pair(tiny_checkpoint, tmp_path_factory.mktemp("servers"), env=checks) as both:
+    directory, features = tmp_path_factory.mktemp("servers"), ["--enable-custom-logit-processor"]
+    with pair(tiny_checkpoint, directory, *features, env=checks) as both:
         yield both
 
 

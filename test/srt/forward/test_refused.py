@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,12 @@ from harness.batches import batch_of
 from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock, state_of
 from harness.layer_rows import FIRST_CUT, LAYERS, cut
 from harness.observe import TOLERANCE, both_ways
+from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.counters import Outcome
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -146,12 +149,29 @@ def test_drafts_that_read_no_row_but_the_last(
     batches_with(spec_algorithm=algorithm)
     assert_fast(engine)
     # A draft may go on from the token of a chunk that does not finish its prompt.
+    assert outcome_of_chunk(engine) in CUT_WITH_TAIL
+
+
+CUT_WITH_TAIL = counters.CUT - {counters.TAIL_SKIPPED}
+
+
+def outcome_of_chunk(engine: Engine) -> Outcome:
+    """Return the outcome of a batch that finishes no prompt."""
     before = counters.served.forwards.copy()
     with switched("1"):
         engine.forward(engine.schedule(TWO_PROMPTS), intermediate=True)
-    outcomes = set(counters.served.forwards - before)
-    assert outcomes
-    assert outcomes <= set(counters.CUT) - {counters.TAIL_SKIPPED}
+    [outcome] = counters.served.forwards - before
+    return outcome
+
+
+@pytest.mark.parametrize("has_processor", [True, False])
+def test_a_custom_logit_processor_reads_the_logits_of_chunks(
+    engine: Engine, batches_with: Callable[..., None], has_processor: bool
+) -> None:
+    sampling = SimpleNamespace(has_custom_logit_processor=has_processor)
+    batches_with(sampling_info=sampling)
+    keeps_rows = has_processor or not releases.marks_intermediate()
+    assert (outcome_of_chunk(engine) in CUT_WITH_TAIL) == keeps_rows
 
 
 # ---------------------------------------------------------------- mixed batches

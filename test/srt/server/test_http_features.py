@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import numpy
 import pytest
 import soundfile
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from harness.ask import (
     GREEDY,
@@ -46,6 +47,34 @@ def test_regex(servers: Pair) -> None:
     }
     both = assert_alike(servers, lambda server: [server.generate(**body)["text"]])
     assert re.match("(yes|no), [0-9]{4}", both.on[0])
+
+
+class FirstSeen(CustomLogitProcessor):
+    """Answers with the token that was the likeliest one when the request was first seen."""
+
+    __module__ = "__main__"  # so it is sent by value: the server cannot import this file
+
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        """Return the logits [requests, vocabulary] with all other tokens ruled out."""
+        for own, parameters in zip(logits, custom_param_list, strict=True):
+            request = parameters["__req__"]
+            if not hasattr(request, "first_seen"):
+                request.first_seen = int(own.argmax())
+            own.fill_(-float("inf"))
+            own[request.first_seen] = 0
+        return logits
+
+
+def test_custom_logit_processor(servers: Pair) -> None:
+    """SGLang calls it on the logits of each chunk, so each chunk keeps its last row."""
+    sampling = GREEDY | {"ignore_eos": True, "custom_params": {}}
+    body = {"sampling_params": sampling, "custom_logit_processor": FirstSeen.to_str()}
+    lengths = [CHUNK, CHUNK, 44]
+
+    def ask(server: Server) -> list[list[int]]:
+        return [server.generate(input_ids=tokens(sum(lengths), seed=35), **body)["output_ids"]]
+
+    assert_alike(servers, ask, rows=[cut(rows, 1) for rows in lengths])
 
 
 @contextmanager
