@@ -25,7 +25,7 @@ SHOWN = (
 )
 
 _NAME = re.compile("--[a-z][a-z0-9_-]*")
-_KEY = re.compile("(?i)secret|password|passphrase|credential|(key|keys|token|tokens|pass|_pwd)$")
+_KEY = re.compile("(?i)secret|passw(or)?d|passphrase|credential|(key|keys|token|tokens|pass|_pwd)$")
 # The parts of a text, of JSON or of an address that may be quoted alone.
 _PART = re.compile(r"[^\s\"'{}\[\],:=@\\]+")
 # Not replaced: reports have such words and numbers too.

@@ -33,7 +33,8 @@ _VERDICTS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``status``."""
-    parser.add_argument("url", metavar="URL", help="for example http://localhost:30000")
+    example = "for example http://localhost:30000"
+    parser.add_argument("url", metavar="URL", type=add_scheme, help=example)
     of_key = f"the server's API key (default: the variable {API_KEY}, which `ps` does not show)"
     parser.add_argument("--api-key", metavar="KEY", help=of_key)
     variables = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
@@ -41,6 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cacert", metavar="FILE", default=variables, help=of_file)
     parser.add_argument("--insecure", action="store_true", help="trust any certificate")
     parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
+
+
+def add_scheme(url: str) -> str:
+    """Return ``url`` with ``http://`` if it has no scheme: only in URLs passwords are redacted."""
+    if "://" in url:
+        return url
+    return f"http://{url}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,8 +103,6 @@ def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | Non
     The entry is None for a scheduler without one.
     """
     url = args.url
-    if "://" not in url:
-        url = f"http://{url}"
     address = f"{url.rstrip('/')}/server_info"
     trusted = not args.insecure and (args.cacert or True)
     try:

@@ -287,8 +287,13 @@ def test_no_secret_of_a_server_is_shown(
     entry = {"active": False, "reason": f"{MARK} is set", "more": {"keys": [*VARIABLES.values()]}}
     with http(200, {"version": MARK, "internal_states": [{ENTRY: entry}]}) as url:
         address = url.replace("://", f"://user:{MARK}@")
-        for how in (["--api-key", MARK], ["--api-k", f"a {MARK}", "--json"]):
-            code, out, err = report(capsys, address, *how)
+        bare = address.removeprefix("http://")
+        for how in (
+            [address, "--api-key", MARK],
+            [address, "--api-k", f"a {MARK}", "--json"],
+            [bare, "--json", "--api-key", MARK],
+        ):
+            code, out, err = report(capsys, *how)
             assert (code, err) == (1, [])
             printed = "\n".join(out)
             assert not list(places(out=printed, err="", folder=tmp_path))

@@ -117,6 +117,7 @@ def test_nothing_of_verify_has_a_secret(
         "status http://localhost:1 --apikey=MARK",
         "status http://localhost:1 --api-key a MARK",
         "status http://user:MARK@localhost:1",
+        "status --json user:MARK@localhost:1",
         "status 'https://user:a MARK@localhost:1'",
         "status http://user:MARK@localhost:port",
         "status http://user:MARK@[::1",
