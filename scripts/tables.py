@@ -29,6 +29,7 @@ from scripts.command_line import new_parser
 from scripts.environment import REPO
 from scripts.result_files import RESULTS, load_results
 from sglang_gemma4_yoco.commands.console import say
+from sglang_gemma4_yoco.startup import reports, runner_methods
 
 if TYPE_CHECKING:
     from sglang_gemma4_yoco.compat.backends import Backend
@@ -107,14 +108,13 @@ def list_settings() -> Rows:
 
 def list_methods() -> Rows:
     """Yield the wrapped methods of SGLang's classes."""
-    from sglang_gemma4_yoco.loading import patch
     from sglang_gemma4_yoco.models import registry
 
     for kind in registry.MODELS:
         yield f"`{kind.SGLANG.text_model}`", "`forward`"
-    for patched, name in patch.WRAPPED:
+    for patched, name in runner_methods.WRAPPED:
         yield f"`{patched.__module__}.{patched.__name__}`", f"`{name}`"
-    for path, name in patch.OPTIONAL:
+    for path, name in reports.OPTIONAL:
         yield f"`{path}`", f"`{name}`, if there is one"
 
 

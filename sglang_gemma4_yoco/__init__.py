@@ -14,8 +14,8 @@ layer), is the last one with its own K and V. Layers S-1 to L-1 are the tail (th
 
     1  SGLang plans the batch's attention. Then core/plan.py decides on the batch. If it is eligible
        (core/eligibility.py) and worth cutting (core/worth.py), its Plan is stored on it: the kept
-       rows and the tail's view of the batch (core/tail_batch.py), and the runner of the tail, on
-       the tail's own attention backend (core/tail.py).
+       rows and the tail's view of the batch (core/kept_batch.py), and the runner of the tail, on
+       the tail's own attention backend (core/backend_pair.py).
     2  SGLang calls the model. core/forward.py takes the plan from the batch.
     3  core/cut.py runs layers 0 .. S-2 on all rows, in the model's own loop.
     4  K and V of layer S-1 are written for all rows.
@@ -33,7 +33,7 @@ imported in compat/ and commands/ only. core/ knows no model::
         patch.py           wraps SGLang's methods
         runner_setup.py    sets up a model: eligibility, captured tail, check, log line
         third_party.py     refuses servers with third-party code that may read skipped rows
-        unsupported.py     refuses server arguments, attention backends, KV pools, linear layers;
+        arguments.py     refuses server arguments, attention backends, KV pools, linear layers;
                            tested in unit/test_limits, documented in docs/modes.md
         metrics.py         /server_info and /metrics
         published.py       two helpers for models that cut a batch themselves

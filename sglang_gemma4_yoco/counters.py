@@ -19,8 +19,7 @@ EXIT_CAPTURED = "exit_captured"
 EXIT_SKIPPED = "exit_intermediate_chunk"
 FAILED = "failed"
 UNSEEN = "unseen"  # eligible, but run by other code
-AT_EXITS = {TAIL_CAPTURED: EXIT_CAPTURED, TAIL_SKIPPED: EXIT_SKIPPED}
-CUT = frozenset({TAIL_EAGER, *AT_EXITS, *AT_EXITS.values()})
+CUT = frozenset({TAIL_EAGER, TAIL_CAPTURED, TAIL_SKIPPED, EXIT_CAPTURED, EXIT_SKIPPED})
 
 #: The state of a server with ``_MANY_UNSEEN`` unseen prefills and none cut.
 NOT_CUT = "set up, but no prefill was cut"
@@ -34,8 +33,8 @@ AGREES, DIFFERS = "agrees", "differs"
 class Audits:
     """Audits by result, and their largest error in multiples of the tolerance."""
 
-    agree: int = 0
-    differ: int = 0
+    agrees: int = 0
+    differs: int = 0
     worst: float = 0.0
 
 
@@ -70,30 +69,35 @@ class Counters:
                 call(name, label, number)
         except Exception as broken:  # noqa: BLE001 - metrics must not fail a forward
             self.observers.clear()
-            log.log_failure("Gemma 4 fast prefill: its metrics are no longer collected", broken)
+            log.log_failure("YOCO fast prefill: its metrics are no longer collected", broken)
 
     def count_cut(
         self, describe: Callable[[], str], outcome: str, *, computed: int, skipped: int
     ) -> None:
-        """Count a forward on the fast path; log ``describe()`` for the first one."""
+        """Count a forward on the fast path; log ``describe()`` for the first one.
+
+        Args:
+            computed: rows of the batch that the tail computed.
+            skipped: the other rows of the batch.
+        """
         is_first = CUT.isdisjoint(self.forwards)
         self._count_forward(outcome, computed, skipped)
         if is_first and self.logs:
-            log.log_once(f"Gemma 4 fast prefill is active: {describe()}")
+            log.log_once(f"YOCO fast prefill is active: {describe()}")
 
     def count_ineligible(self, refusal: Refusal, rows: int) -> None:
         """Count a forward that ran as stock; log its reason once."""
         self._count_forward(refusal, rows)
         # A server's reason was logged at start.
         if self.logs and refusal.is_logged and not isinstance(refusal, ServerRefusal):
-            log.log_once(f"Gemma 4 fast prefill falls back to stock: {refusal}")
+            log.log_once(f"YOCO fast prefill falls back to stock: {refusal}")
 
     def count_unseen(self, rows: int) -> None:
         """Count an eligible prefill that other code ran; warn once there are many."""
         self._count_forward(UNSEEN, rows)
         if self.is_unused():
             log.log_once(
-                f"Gemma 4 fast prefill is set up, but no prefill was cut: {_MANY_UNSEEN} eligible "
+                f"YOCO fast prefill is set up, but no prefill was cut: {_MANY_UNSEEN} eligible "
                 "ones were run by SGLang's CUDA graphs or another plugin",
                 logging.WARNING,
             )
@@ -109,8 +113,8 @@ class Counters:
 
     def count_audit(self, excess: float, *, agrees: bool) -> None:
         """Count an audited forward."""
-        self.audits.agree += agrees
-        self.audits.differ += not agrees
+        self.audits.agrees += agrees
+        self.audits.differs += not agrees
         self.audits.worst = max(self.audits.worst, excess)
         self._notify_observers("audits", AGREES, int(agrees))
         self._notify_observers("audits", DIFFERS, int(not agrees))
@@ -123,4 +127,4 @@ served = Counters()
 
 def log_failed_forward(error: Exception) -> None:
     """Log the error of a forward that falls back to stock."""
-    log.log_failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)
+    log.log_failure("YOCO fast prefill failed, the stock forward serves the batch", error)

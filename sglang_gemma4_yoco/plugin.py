@@ -51,7 +51,7 @@ def _may_run_a_model() -> bool:
 def _install() -> None:
     check_version()
     try:  # imported here, so that SGLANG_GEMMA4_YOCO=0 imports no SGLang
-        from sglang_gemma4_yoco.loading import patch
+        from sglang_gemma4_yoco.startup import patch
     except ImportError as missing:
         if is_from_this_package(missing):
             raise
@@ -60,7 +60,7 @@ def _install() -> None:
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         ) from missing
     patch.patch_sglang()
-    logger.info("Gemma 4 fast prefill %s is installed", __version__)
+    logger.info("YOCO fast prefill %s is installed", __version__)
 
 
 @functools.cache  # another call in this process does nothing
@@ -78,10 +78,10 @@ def load() -> None:
         level = logging.INFO
         if parent_process() is None:
             level = logging.WARNING
-        logger.log(level, "Gemma 4 fast prefill %s is off: %s", __version__, why_not_installed)
+        logger.log(level, "YOCO fast prefill %s is off: %s", __version__, why_not_installed)
     except Exception as refusal:  # noqa: BLE001 - a plugin must never take a server down
         why_not_installed = str(refusal) or repr(refusal)
         logger.error(
-            "Gemma 4 fast prefill %s is NOT installed, the server runs unpatched: %s",
+            "YOCO fast prefill %s is NOT installed, the server runs unpatched: %s",
             *(__version__, why_not_installed),
         )

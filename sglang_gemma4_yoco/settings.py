@@ -42,7 +42,7 @@ class Settings:
     enabled: bool = _setting(
         True,
         _FLAG,
-        "1 to turn Gemma 4 fast prefill on, 0 to turn it off and leave SGLang unpatched",
+        "1 to turn YOCO fast prefill on, 0 to turn it off and leave SGLang unpatched",
     )
     min_skipped_rows: int | None = _setting(
         None,

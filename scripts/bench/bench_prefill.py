@@ -56,6 +56,7 @@ from scripts.result_files import REHEARSAL, begin_result, device_name, write_res
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.comparison import Times
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
+from sglang_gemma4_yoco.core import planning
 from sglang_gemma4_yoco.settings import name_of
 
 if TYPE_CHECKING:
@@ -268,7 +269,7 @@ def capture(engine: Any) -> None:
     releases.record_decode_steps(engine.runner)
     known = get_state(engine.text_model)
     if known.captured is None:
-        raise NotActiveError(f"the tail is {known.report.tail}")
+        raise NotActiveError(f"the tail is {known.report.tail_mode}")
     engine.runner.decode_cuda_graph_runner = None
 
 
@@ -498,10 +499,9 @@ def measure_gate(engine: Any) -> dict[str, float]:
     from sglang_gemma4_reference import releases
     from sglang_gemma4_reference.engine import Prompt
     from sglang_gemma4_yoco import compat
-    from sglang_gemma4_yoco.core import plan
+    from sglang_gemma4_yoco.core.backend_pair import BackendPair
     from sglang_gemma4_yoco.core.forward import wrap_model_forward
     from sglang_gemma4_yoco.core.state import ModelState
-    from sglang_gemma4_yoco.core.tail import TailBackend
     from sglang_gemma4_yoco.models import registry
 
     def stock(
@@ -517,13 +517,13 @@ def measure_gate(engine: Any) -> dict[str, float]:
         return min(timer.repeat(5, number)) / number * 1e6  # the minimum: other load only adds time
 
     backend, model, wrapped = IdleBackend(), engine.text_model, wrap_model_forward(stock)
-    attention = TailBackend(backend, IdleBackend())
+    attention = BackendPair(backend, IdleBackend())
     known = ModelState(model, registry.find_adapter(model), None, attention)
     # Every row is read; eligibility checks that last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
     forward_batch, added = releases.forward_batch(batch, engine.runner), {}
     with mock.patch.dict(model.__dict__):  # the model's own state is restored
-        known.attach(plan.plan_batch)
+        known.attach(planning.plan_batch)
         for name in ("ineligible_prefill_us", "decode_us"):
             with_package = taken(wrapped, backend, forward_batch)
             added[name] = round(with_package - taken(stock, IdleBackend(), forward_batch), 3)

@@ -6,7 +6,7 @@ SGLang's code does with it before you commit the list. A name belongs there if i
 which rows of a prefill are read, nor where K and V are stored, nor how the layers are laid out,
 split or replayed; or if the package checks its effect in any case: the attention backend, the
 pools, the linear layers, each batch, the captured graphs. Any other name belongs in a table of
-``loading/unsupported.py``, which excludes it here. Names of a release that is no longer supported
+``admission/arguments.py``, which excludes it here. Names of a release that is no longer supported
 may be removed.
 """
 
@@ -43,10 +43,10 @@ def reviewed() -> set[str]:
 def main() -> None:
     """Add new names to the list and print them; drop those that ``unsupported`` judges."""
     new_parser(__doc__).parse_args()
-    from sglang_gemma4_yoco.loading import unsupported
+    from sglang_gemma4_yoco.admission import arguments
 
     known = reviewed()
-    names = sorted((known | installed()) - unsupported.list_judged_arguments())
+    names = sorted((known | installed()) - arguments.list_judged_arguments())
     for name in names:
         if name not in known:
             print(f"review {name}")

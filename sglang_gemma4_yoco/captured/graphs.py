@@ -20,8 +20,8 @@ import torch
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import per_layer
+from sglang_gemma4_yoco.core.kept_batch import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.patched import patched
 
 
@@ -77,7 +77,7 @@ class Inputs:
         return self.change(lambda tensor: tensor[:rows])
 
     def make_decode_step(self) -> Any:
-        """Return an unplanned batch of these rows, one per request."""
+        """Return a decode step of these rows, one per request, without attention metadata."""
         return compat.batch.make_decode_step(self.requests, self.lengths, self.positions)
 
     def fill(self, **tensors: torch.Tensor | None) -> None:
@@ -111,7 +111,7 @@ def run_layers(state: ModelState, inputs: Inputs, batch: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Replay:
-    """A graph, planned for the tail of one batch; a ``TailRunner``.
+    """A graph, with its inputs filled for one batch; a ``TailRunner``.
 
     Attributes:
         inputs: the graph's static inputs of the kept rows.
@@ -130,7 +130,12 @@ class Replay:
         return per_layer.Buffers(self.inputs.embeds, self.inputs.embedded)
 
     def run(self, rows: torch.Tensor, positions: torch.Tensor, _: Any) -> torch.Tensor:
-        """Return the kept rows [B, hidden], normed, which the next replay overwrites."""
+        """Return the kept rows [B, hidden], normed, which the next replay overwrites.
+
+        Args:
+            rows: [T, ...], the residual of all rows at the cut.
+            positions: [T] int64.
+        """
         torch.index_select(rows, 0, self.index, out=self.inputs.rows)
         torch.index_select(positions, 0, self.index, out=self.inputs.positions)
         return self.bucket.replay()[: self.index.shape[0]]
@@ -140,49 +145,56 @@ class Bucket:
     """The tail for a number of rows, captured in one graph.
 
     Attributes:
+        size: that number.
         inputs: the graph's static inputs, of that many rows.
     """
 
-    def __init__(self, tail: TailGraphs, rows: int) -> None:
-        self.state, self.rows, self.inputs = tail.state, rows, tail.inputs[rows]
-        self._tail = tail
+    def __init__(self, graphs: TailGraphs, size: int) -> None:
+        self.state, self.size, self.inputs = graphs.state, size, graphs.inputs[size]
+        self._graphs = graphs
         # The captured decode step, whose tensors the graph reads.
         self._batch = self.inputs.make_decode_step()
 
     def capture(self) -> None:
         """Capture the graph."""
-        self._plan_attention()
-        self._tail.captured.capture_one(self.rows, self._run)
+        self._init_metadata()
+        self._graphs.captured.capture_one(self.size, self._run)
 
-    def plan(self, live: Any, index: torch.Tensor) -> Replay:
-        """Return a replay for rows ``index`` [B] of the batch ``live``, its attention planned."""
+    def fill(self, live: Any, index: torch.Tensor) -> Replay:
+        """Fill the inputs that a batch has before its forward, and return a replay.
+
+        Args:
+            live: the batch.
+            index: [B], its kept rows, one per request.
+        """
         rows = index.shape[0]
-        inputs = self._tail.inputs[rows]
+        inputs = self._graphs.inputs[rows]
         inputs.fill(requests=live.req_pool_indices, lengths=live.seq_lens)
-        if rows < self.rows:
+        if rows < self.size:
             self.inputs.requests[rows:].zero_()
             self.inputs.lengths[rows:].fill_(1)
         try:
-            self._plan_attention(live)
+            self._init_metadata(live)
         finally:
-            self._tail.backend.forward_metadata = None  # a graph reads its buffers alone
+            # A replay reads the backend's buffers, and no metadata object.
+            self._graphs.backend.forward_metadata = None
         return Replay(self, inputs, index)
 
     def replay(self) -> torch.Tensor:
-        """Replay the planned graph; return [rows, hidden], which the next replay overwrites."""
-        output: torch.Tensor = self._tail.captured.replay(self.rows, None)
+        """Replay the graph; return [size, hidden], which the next replay overwrites."""
+        output: torch.Tensor = self._graphs.captured.replay(self.size, None)
         return output
 
-    def _plan_attention(self, live: Any | None = None) -> None:
-        """Plan in the buffers that the graph reads; ``live`` is None before the capture."""
-        backend = self._tail.backend
+    def _init_metadata(self, live: Any | None = None) -> None:
+        """Fill the backend's buffers that the graph reads; ``live`` is None before the capture."""
+        backend = self._graphs.backend
         with compat.attention.widen_window(backend):
             if live is not None:
                 self._batch.kv_loc_plan = live.kv_loc_plan
             backend.init_forward_metadata_out_graph(self._batch, in_capture=live is None)
 
     def _run(self) -> torch.Tensor:
-        with compat.attention.use_backend(self._tail.backend):
+        with compat.attention.use_backend(self._graphs.backend):
             return run_layers(self.state, self.inputs, self._batch)
 
 
@@ -190,44 +202,44 @@ class TailGraphs:
     """The captured tail of one model.
 
     Attributes:
-        buckets: by number of rows.
+        buckets: by size.
         inputs: the static inputs, by number of rows.
         backend: the tail's attention backend.
-        captured: SGLang's graph backend, which has the graphs by number of rows.
+        captured: SGLang's graph backend, which has the graphs by size.
     """
 
     def __init__(self, runner: Any, state: ModelState) -> None:
         """Allocate the inputs."""
-        assert state.attention is not None
-        self.state, self.backend = state, state.attention.tail
+        self.state, self.backend = state, state.get_backends().tail_backend
         self._decode_steps = compat.decode_graphs.get_captured_steps(runner)
         assert self._decode_steps is not None, "the tail is captured after them"
         # Limited by the setting, and by the maximum number of running requests.
         most = runner.req_to_token_pool.size
         if settings.current.graph_rows is not None:
             most = min(most, settings.current.graph_rows)
-        self._sizes = [rows for rows in (1, 2, 4, 8, 16, 32) if rows <= most]
-        self._inputs = Inputs.of(runner, state, self._decode_steps.buffers, self._sizes[-1])
-        self.inputs = [self._inputs.first(rows) for rows in range(self._sizes[-1] + 1)]
+        self._wanted = [size for size in (1, 2, 4, 8, 16, 32) if size <= most]
+        self._inputs = Inputs.of(runner, state, self._decode_steps.buffers, self._wanted[-1])
+        self.inputs = [self._inputs.first(rows) for rows in range(self._wanted[-1] + 1)]
         self.buckets: dict[int, Bucket] = {}
         self.captured = compat.decode_graphs.make_graph_backend(self._decode_steps)
 
     @property
-    def rows(self) -> tuple[int, ...]:
-        """The buckets' numbers of rows, ascending."""
+    def sizes(self) -> tuple[int, ...]:
+        """The buckets' sizes, in rows, ascending."""
         return tuple(sorted(self.buckets))
 
     @torch.no_grad()
     def capture(self) -> None:
         """Capture all buckets, the largest first; call ``close`` even if this raises."""
-        # Without drafts: SGLang allocates masks to verify them, which the tail does not read.
+        # SGLang allocates masks to verify drafts, which the tail does not read. Unnecessary once
+        # init_cuda_graph_state takes the number of draft tokens.
         without_drafts = patched(self.backend, num_draft_tokens=None)
         with without_drafts, compat.attention.widen_window(self.backend):
-            self.backend.init_cuda_graph_state(self._sizes[-1], self._sizes[-1])
+            self.backend.init_cuda_graph_state(self._wanted[-1], self._wanted[-1])
         try:
             with compat.decode_graphs.capture_session(self._decode_steps, self.captured):
-                for rows in reversed(self._sizes):
-                    self.buckets[rows] = bucket = Bucket(self, rows)
+                for size in reversed(self._wanted):
+                    self.buckets[size] = bucket = Bucket(self, size)
                     bucket.capture()
         except BaseException:
             compat.decode_graphs.end_failed_capture(self._inputs.rows.device, self.captured)
@@ -239,18 +251,19 @@ class TailGraphs:
         """Free all graphs, and the backend's buffers for them."""
         self.buckets.clear()
         self.captured.cleanup()
+        # Unnecessary once an attention backend can free its buffers for graphs.
         for name in [name for name in vars(self.backend) if name.startswith("cuda_graph_")]:
             delattr(self.backend, name)
 
-    def drop(self, rows: int) -> None:
+    def drop(self, size: int) -> None:
         """Remove this bucket: the next larger one serves its rows."""
-        del self.buckets[rows]
+        del self.buckets[size]
 
     def bucket_for(self, kept: KeptRows) -> Bucket | None:
         """Return the smallest bucket for these rows; None unless they are one per request."""
         if not kept.one_per_request:
             return None
-        sizes = [rows for rows in self.buckets if rows >= kept.count]
+        sizes = [size for size in self.buckets if size >= kept.count]
         if not sizes:
             return None
         return self.buckets[min(sizes)]

@@ -38,14 +38,14 @@ def find_eager_reason(runner: Any, state: ModelState) -> str | None:
         return GRAPHS_OFF
     if compat.decode_graphs.get_captured_steps(runner) is None:
         return NO_GRAPHS
-    assert state.attention is not None
-    if not state.attention.decodes:
+    backends = state.get_backends()
+    if not backends.decodes:
         return NOT_DECODING
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
     # Also covered by an argument below, but a plugin may load them without it.
-    if compat.pools.waits_for_loads(state.attention.tail.token_to_kv_pool):
+    if compat.pools.waits_for_loads(backends.tail_backend.token_to_kv_pool):
         return LOADED_MEANWHILE
     for name, reason in _UNSUPPORTED.items():
         if compat.server.read_argument(name) or compat.server.read_variable(name):
@@ -61,7 +61,7 @@ def find_eager_reason(runner: Any, state: ModelState) -> str | None:
 def drop_tail(state: ModelState, reason: str = NOT_YET) -> None:
     """Free the captured tail, and run the tail eagerly from now on, for this reason."""
     captured, state.captured = state.captured, None
-    state.report.tail = f"eager ({reason})"
+    state.report.tail_mode = f"eager ({reason})"
     if captured is not None:
         captured.close()
 
@@ -85,27 +85,27 @@ def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
         drop_tail(state)
         if not isinstance(failure, Exception) or not compat.server.is_single_rank():
             raise
-        log.log_failure("Gemma 4 fast prefill: capturing the tail failed", failure)
+        log.log_failure("YOCO fast prefill: capturing the tail failed", failure)
         reason = f"capturing failed: {type(failure).__name__}"
     if reason is not None:
         drop_tail(state, reason)
-        log.log_once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
+        log.log_once(f"YOCO fast prefill: the tail runs eagerly: {reason}")
 
 
 def _capture_and_check(runner: Any, state: ModelState, check_graphs: _Check) -> str | None:
     """Capture the tail, and return the reason why it is not used, or None."""
     began = time.monotonic()
-    state.captured = tail = graphs.TailGraphs(runner, state)
-    tail.capture()
+    state.captured = captured = graphs.TailGraphs(runner, state)
+    captured.capture()
     seconds = time.monotonic() - began
-    reason = check_graphs(tail, runner)
+    reason = check_graphs(captured, runner)
     # All ranks replay the same graphs: otherwise they would add up different rows.
-    reason = ranks.find_difference(f"replayed: {tail.rows}, {reason}") or reason
+    reason = ranks.find_difference(f"replayed: {captured.sizes}, {reason}") or reason
     if reason is not None:
         return reason
-    state.report.tail = f"captured for up to {tail.rows[-1]} rows"
+    state.report.tail_mode = f"captured for up to {captured.sizes[-1]} rows"
     log.log_once(
-        f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "
-        f"{', '.join(map(str, tail.rows))} rows in {seconds:.1f} s"
+        f"YOCO fast prefill: the tail is captured from layer {state.cut_layer} on for "
+        f"{', '.join(map(str, captured.sizes))} rows in {seconds:.1f} s"
     )
     return None

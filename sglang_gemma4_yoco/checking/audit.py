@@ -18,13 +18,14 @@ from sglang_gemma4_yoco.checking import exit_check, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core import ranks
-from sglang_gemma4_yoco.core.interfaces import Forward, Plan
-from sglang_gemma4_yoco.core.plan import EagerTail, make_eager_tail
+from sglang_gemma4_yoco.core.eager_tail import EagerTail
+from sglang_gemma4_yoco.core.interfaces import Forward
+from sglang_gemma4_yoco.core.kept_batch import rewrite_batch
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.core.tail_batch import rewrite_batch
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
-TABLES = "SGLang may rewrite its tables before an audit plans with them"
+TABLES = "SGLang may rewrite its tables before an audit reads them"
 DIFFERED = ServerRefusal("an audited prefill differed from stock's", level=logging.ERROR)
 _MOST_LINES = 16  # errors that are logged; the others are counted
 
@@ -35,7 +36,7 @@ def make_auditor(runner: Any, state: ModelState) -> Auditor | None:
         return None
     if compat.attention.frees_tables_early(runner.attn_backend):
         why = f"{TABLES}; {compat.server.BARRIER_VARIABLE}=1 prevents that"
-        log.log_once(f"Gemma 4 fast prefill is not audited: {why}", logging.WARNING)
+        log.log_once(f"YOCO fast prefill is not audited: {why}", logging.WARNING)
         return None
     return Auditor(state, settings.current.audit)
 
@@ -94,8 +95,10 @@ class Auditor:
         rows = compat.layers.get_rows(output)
         fast = rows.clone()  # stock may overwrite their memory
         try:
-            with rewrite_batch(plan.batch, {}):  # a forward that fails leaves its residual there
-                if self._state.replayed_batch is not None:  # the full replay overwrites ``output``
+            with rewrite_batch(
+                plan.kept_batch.batch, {}
+            ):  # a forward that fails leaves its residual there
+                if self._state.front is not None:  # the full replay overwrites ``output``
                     found, answer = exit_check.compare_exit(forward, plan, output), output
                 else:
                     found, answer = self._run_again(forward, plan)
@@ -114,19 +117,18 @@ class Auditor:
         if not compat.server.is_single_rank():
             raise failure
         self._state.after_cut = None
-        log.log_failure("Gemma 4 fast prefill: an audit failed, audits are disabled", failure)
+        log.log_failure("YOCO fast prefill: an audit failed, audits are disabled", failure)
         traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
 
     def _run_again(self, forward: Forward, plan: Plan) -> tuple[list[Difference], Any]:
         """Return the findings of the cut on stock's rows, and stock's output."""
-        stock, found = Stock(plan.tail.index), list[Difference]()
+        stock, found = Stock(plan.kept_batch.index), list[Difference]()
         with layerwise.watch_stock(self._state, stock, self._state.cut_layer):
             output = forward.stock()
         stock.keys = layerwise.get_donor_cache(self._state, plan).read()
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):
             _, found = layerwise.run_on_stocks_rows(self._state, plan, stock)
-            eager = make_eager_tail(self._state, plan.batch, plan.tail)
-            plan = replace(plan, runner=eager)
+            plan = replace(plan, runner=EagerTail.of(self._state, plan.kept_batch))
         _, found_eagerly = layerwise.run_on_stocks_rows(self._state, plan, stock)
         return found + found_eagerly, output
 
@@ -139,12 +141,12 @@ class Auditor:
         counters.count_audit(worst.excess, agrees=agrees)
         if agrees:
             return
-        if counters.audits.differ <= _MOST_LINES:
-            batch, what = plan.batch, str(worst)
+        if counters.audits.differs <= _MOST_LINES:
+            batch, what = plan.kept_batch.batch, str(worst)
             if worst.is_rounding:
                 what = "another rank has found a defect"
             log.log_error(
-                f"Gemma 4 fast prefill: an audited prefill differs from stock's: {what}; new "
+                f"YOCO fast prefill: an audited prefill differs from stock's: {what}; new "
                 f"tokens {batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, "
                 f"logprobs from {batch.extend_logprob_start_lens_cpu}, {plan.outcome}"
             )

@@ -27,9 +27,9 @@ from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.checking.rounding import Difference, Tolerance
 from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
 from sglang_gemma4_yoco.core import cut
-from sglang_gemma4_yoco.core.interfaces import Plan
+from sglang_gemma4_yoco.core.eager_tail import EagerTail
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
-from sglang_gemma4_yoco.core.plan import EagerTail
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.patched import patched
 
@@ -199,7 +199,7 @@ def run_on_stocks_rows(
             cut.finish_prefill(state, plan, output, rows_at_cut, stock.positions, inputs)
         rows = output.index_select(0, stock.index)
         if isinstance(plan.runner, Replay):
-            steps.found.append(_compare_captured(plan.runner, plan.batch, steps, rows))
+            steps.found.append(_compare_captured(plan.runner, plan.kept_batch.batch, steps, rows))
         steps.compare_keys_and_values()
     if isinstance(plan.runner, EagerTail):
         steps.visit(_FINAL, len(state.model.layers) - 1, rows)
@@ -302,8 +302,8 @@ def _compare_captured(
 
 def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:
     """Return K and V of layer S-1 of the batch's new tokens."""
-    tail, slots = plan.attention.tail, plan.batch.out_cache_loc
-    return compat.pools.get_cached_tokens(tail, state.cut_layer, slots)
+    backend, slots = plan.backends.tail_backend, plan.kept_batch.batch.out_cache_loc
+    return compat.pools.get_cached_tokens(backend, state.cut_layer, slots)
 
 
 @contextmanager

@@ -29,9 +29,9 @@ from sglang_gemma4_yoco.checking.synthetic_requests import (
     SyntheticRequests,
 )
 from sglang_gemma4_yoco.core.forward import serve_forward
-from sglang_gemma4_yoco.core.interfaces import Plan
+from sglang_gemma4_yoco.core.kept_batch import KeptRows
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState, get_state
-from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -44,7 +44,7 @@ NO_NUMBERS = "logits that are not finite"
 OTHERS_SLOTS = "KV slots that are not the requests' were written to"
 # Triton compiles a kernel three times: for 1 request, for a multiple of 16, and for other numbers,
 # which the comparisons use. In a cut prefill these kernels are SGLang's extend kernel before the
-# cut and, if the tail runs eagerly, the one that plans its decode step.
+# cut and, if the tail runs eagerly, the one of its decode step's metadata.
 _OTHER_NUMBERS = (1, 16)
 _OF_LOGITS = Tolerance(3.0, of_rows=True)  # on top of the last layer's and the norm's errors
 
@@ -67,6 +67,13 @@ class CheckResult:
         if self.worst is None:
             return self is NOT_WANTED
         return self.worst.is_rounding
+
+    @property
+    def refusal(self) -> ServerRefusal:
+        """The reason for stock if this rank or another one does not agree."""
+        if self.worst is None and not self.agrees:
+            return ServerRefusal(f"{UNCHECKED}: {self.unchecked}", is_logged=False)
+        return CHECK_FAILED
 
     def __str__(self) -> str:  # for the log
         if self.worst is None:
@@ -94,6 +101,8 @@ NOT_WANTED = CheckResult(unchecked=f"{settings.name_of('self_check')}=0")
 
 def check_model(runner: Any, state: ModelState) -> CheckResult:
     """Run all comparisons on an idle ``ModelRunner``; slots that are written are restored."""
+    if not settings.current.self_check:
+        return NOT_WANTED
     began = time.monotonic()
     found = list[Difference]()
     try:
@@ -143,7 +152,7 @@ class BothPaths:
         self._starts = [*lens[:-1], 0]
         self._starts[0] = 2
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
-        as_stock = replace(state, unsupported=ServerRefusal("it is being compared"))
+        as_stock = replace(state, off_because=ServerRefusal("it is being compared"))
         with layerwise.watch_stock(state, stock, first=0):
             run = synthetic.run(as_stock, self._starts)
         if not stock.layer_inputs:

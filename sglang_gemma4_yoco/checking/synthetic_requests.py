@@ -88,8 +88,8 @@ class SyntheticRequests:
         own = replace(state, planned_rows=None, counters=Counters(logs=False))
         with own.as_current():
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
-        if state.unsupported is None and own.unsupported is not None:  # no forward is cuttable
-            self._state.turn_off(own.unsupported)
+        if state.off_because is None and own.off_because is not None:  # no forward is cuttable
+            self._state.turn_off(own.off_because)
         caches = {layer: cached.read() for layer, cached in self._caches.items()}
         return ForwardResult(logits, caches, next(iter(own.counters.forwards), None))
 
@@ -177,7 +177,7 @@ def choose_batches(runner: Any, state: ModelState) -> list[list[Lengths]]:
     separate = [[beyond], [edge], [short] * min(rows, 2)]
     if rows < len(requests) or needed > pages:
         return separate
-    if state.captured is not None and state.captured.rows[-1] < len(requests):
+    if state.captured is not None and state.captured.sizes[-1] < len(requests):
         return [requests, *separate]  # no graph fits all
     return [requests]
 

@@ -5,8 +5,8 @@ padding that a batch can have. Adjacent rows differ in every input, including re
 length, so a graph that mixes up rows gives other results.
 
 The eager layers get the same inputs, padding included, in other memory. So both run the same
-kernels on the same shapes. Both plan over the same widened window, which the comparisons with stock
-cover (``checking.self_check``).
+kernels on the same shapes. Both have metadata for the same widened window, which the comparisons
+with stock cover (``checking.self_check``).
 """
 
 from collections.abc import Sequence
@@ -31,44 +31,43 @@ TAIL, _TOLERANCE = "the captured tail", Tolerance(2.0)
 DIFFERS = "no graph agrees with the eager layers"
 
 
-def check_graphs(tail: TailGraphs, runner: Any) -> str | None:
+def check_graphs(captured: TailGraphs, runner: Any) -> str | None:
     """Compare every graph with the eager layers, and drop those that differ, on all ranks.
 
     Returns:
         The reason why none of them may be used, or None.
     """
-    for size in tail.rows:  # ascending: the next larger graph serves the rows of a dropped one
+    for size in captured.sizes:  # ascending: the next larger graph serves those of a dropped one
         try:
-            largest = rounding.find_worst(compare_graph(tail, runner, size))
+            largest = rounding.find_worst(compare_graph(captured, runner, size))
         except NotComparableError as why:
             return str(why)
         agrees = largest.is_rounding
         if not agrees:
             log.log_error(
-                f"Gemma 4 fast prefill: the tail captured for {size} rows differs from the "
+                f"YOCO fast prefill: the tail captured for {size} rows differs from the "
                 f"eager one (relative error {largest.error:.1e}, tolerance "
                 f"{largest.allowed:.1e}) and is not used"
             )
         differ = ranks.find_difference(f"the graph for {size} rows agrees: {agrees}")
         if not agrees or differ is not None:
-            tail.drop(size)
-    if not tail.rows:
+            captured.drop(size)
+    if not captured.sizes:
         return DIFFERS
     return None
 
 
-def compare_graph(tail: TailGraphs, runner: Any, size: int) -> list[Difference]:
+def compare_graph(captured: TailGraphs, runner: Any, size: int) -> list[Difference]:
     """Compare the graph for ``size`` rows with the eager layers, with the most padding and none."""
     generator = torch.Generator(runner.device).manual_seed(size)
-    fewest = max((rows for rows in tail.rows if rows < size), default=0) + 1
-    bucket, found = tail.buckets[size], list[Difference]()
-    with make_synthetic_requests(runner, tail.state) as synthetic:
+    fewest = max((smaller for smaller in captured.sizes if smaller < size), default=0) + 1
+    bucket, found = captured.buckets[size], list[Difference]()
+    with make_synthetic_requests(runner, captured.state) as synthetic:
         for rows in sorted({fewest, size}):
-            inputs = tail.inputs[rows]
+            inputs = captured.inputs[rows]
             _fill_inputs(inputs, synthetic.requests, generator)
-            replay = bucket.plan(inputs.make_decode_step(), torch.arange(rows))
-            captured = bucket.replay()[:rows]
-            found.append(compare_eager(replay, captured))
+            replay = bucket.fill(inputs.make_decode_step(), torch.arange(rows))
+            found.append(compare_eager(replay, bucket.replay()[:rows]))
     return found
 
 
@@ -89,9 +88,8 @@ def run_eagerly(replay: Replay, **others: torch.Tensor | None) -> torch.Tensor:
     inputs.first(kept).fill(**others)
     batch = inputs.make_decode_step()
     batch.seq_lens_sum = int(inputs.lengths.sum())
-    attention = bucket.state.attention
-    assert attention is not None
-    with attention.running(batch, {}, attention.plan(batch, {})):
+    backends = bucket.state.get_backends()
+    with backends.running_tail(batch, {}, backends.init_tail_metadata(batch, {})):
         return graphs.run_layers(bucket.state, inputs, batch)[:kept]
 
 

@@ -11,15 +11,16 @@ from typing import Any
 from sglang.srt import runtime_context, server_args
 from sglang.srt.configs.model_config import ModelConfig
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco import compat, metrics
+from sglang_gemma4_yoco.admission import arguments, third_party
 from sglang_gemma4_yoco.commands.console import CommandError, Report, check_directory
 from sglang_gemma4_yoco.commands.redact import show_flags
 from sglang_gemma4_yoco.compat.backends import READ, RUN, list_flags
 from sglang_gemma4_yoco.core.model import TextModelAdapter
 from sglang_gemma4_yoco.core.state import first_shared_layer
-from sglang_gemma4_yoco.loading import metrics, patch, third_party, unsupported
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.prefill_exits import exit_setup
+from sglang_gemma4_yoco.startup import patch
 
 # Arguments with which linear layers may be of another kind than the checkpoint's.
 _QUANTISING = ("modelopt_quant", "quantize_and_serve", "rl_quant_profile")
@@ -28,13 +29,13 @@ _QUANTISING = ("modelopt_quant", "quantize_and_serve", "rl_quant_profile")
 def examine(report: Report, flags: Sequence[str]) -> None:
     """Add the entries that need SGLang; its plugins must have been loaded."""
     report.entries["plugins"]["installed"] = patch.installed
-    untested = unsupported.find_release_reason()
+    untested = arguments.find_release_reason()
     if untested is not None:
         report.refuse(untested)
     elif compat.release.is_newer_than_tested():
         report.add(
             "SGLang",
-            f"{compat.release.INSTALLED} was not tested: {unsupported.RUNS_UNTESTED}",
+            f"{compat.release.INSTALLED} was not tested: {arguments.RUNS_UNTESTED}",
         )
     with _explain("SGLang cannot parse these flags"):
         args = server_args.prepare_server_args(list(flags))
@@ -111,7 +112,7 @@ def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
     backend = compat.server.get_cuda_graph_backend("prefill")
     if backend is None or compat.release.is_newer_than_tested():
         return
-    is_cut = patch.installed and unsupported.find_server_reason() is None
+    is_cut = patch.installed and arguments.find_server_reason() is None
     if is_cut and adapter.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
         report.add(
             "prefill graphs",
@@ -132,8 +133,8 @@ def _judge(report: Report, adapter: TextModelAdapter, argument: Any) -> None:
     if argument("model_impl") == "transformers":
         report.refuse(metrics.NO_MODEL)
     if argument("is_embedding"):
-        report.refuse(unsupported.EMBEDDINGS)
-    report.refuse(unsupported.find_argument_reason())
+        report.refuse(arguments.EMBEDDINGS)
+    report.refuse(arguments.find_argument_reason())
     quantised = next(filter(None, map(argument, _QUANTISING)), report.entries["quantisation"])
     if quantised is not None:
         report.unknowns.append(

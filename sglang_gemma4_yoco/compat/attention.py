@@ -1,4 +1,4 @@
-"""Attention backends: a forward's current one, the tail's own, and the planning of its steps."""
+"""Attention backends: a forward's current one, the tail's own, and its metadata."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -53,7 +53,8 @@ def use_backend(backend: Any) -> AbstractContextManager[None]:
 
 
 def frees_tables_early(backend: Any) -> bool:
-    """Return True if the scheduler may rewrite its tables once ``backend`` has planned a prefill.
+    """Return True if the scheduler may rewrite its tables once ``backend`` has a prefill's
+    metadata.
 
     Backends declare it; the scheduler waits for the whole forward of the others.
     """
@@ -72,7 +73,8 @@ def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
     """Return a second backend over the runner's memory pools, of the class registered as Triton's.
 
     Its window is that of these decoder layers, as for stock's rows. For Gemma 3n the layers'
-    ``sliding_window_size`` is 512, while the runner's is 511.
+    ``sliding_window_size`` is 512, while the runner's is 511. Unnecessary once SGLang gives Gemma
+    3n's layers the runner's window (docs/upstream/gemma3n_window.md).
     """
     backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)
     window = find_window(layers)
@@ -91,15 +93,17 @@ def is_triton(kind: type) -> bool:
 def _counts_the_window_short(backend: Any) -> bool:
     """Return True if a decode step's window has one key fewer than an extend row's.
 
-    Triton's planner takes min(length, W - 1) keys for a window of W. In extend these are the cached
-    keys before the row, which itself is the W-th; in decode the row's own key is among them. With
-    W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
+    Triton's metadata of a decode step takes min(length, W - 1) keys for a window of W. In extend
+    these are the cached keys before the row, which itself is the W-th; in decode the row's own key
+    is among them. With W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
+    Unnecessary, as is ``widen_window``, once SGLang's window is the same in both (docs/upstream.md,
+    change 4).
     """
     windowed = (getattr(backend, "sliding_window_size", None) or 0) > 0
     return windowed and is_triton(backend.__class__)
 
 
-def plan_tail(backend: Any, forward_batch: Any) -> None:
+def init_tail_metadata(backend: Any, forward_batch: Any) -> None:
     """Build ``backend``'s attention metadata for the tail's batch, over the whole window.
 
     Reads nothing from the device.
@@ -113,25 +117,26 @@ def plan_tail(backend: Any, forward_batch: Any) -> None:
 
 
 def widen_window(backend: Any) -> AbstractContextManager[None]:
-    """Plan decode steps in the block with the window of an extend row."""
+    """Make metadata of decode steps in the block with the window of an extend row."""
     if not _counts_the_window_short(backend):
         return nullcontext()
     return patched(backend, sliding_window_size=backend.sliding_window_size + 1)
 
 
 def _allocate_windows(backend: Any, requests: int) -> AbstractContextManager[None]:
-    """Give the planner a buffer of the maximum size for the windows' keys.
+    """Give Triton's metadata a buffer of the maximum size for the windows' keys.
 
-    Otherwise the planner reads the number of keys from the device to allocate it. It writes request
+    Otherwise SGLang reads the number of keys from the device to allocate it. It writes request
     after request and records their starts, so the rest is not read. SGLang passes a buffer in the
-    same way when it captures a CUDA graph.
+    same way when it captures a CUDA graph. Unnecessary once it allocates this buffer without
+    reading the device.
     """
     from sglang.srt.layers.attention import triton_backend  # only Triton needs it
 
     room = requests * backend.sliding_window_size
     buffer = torch.empty(room, dtype=torch.int64, device=backend.device)
-    planner = partial(triton_backend.update_sliding_window_buffer, window_kv_indices=buffer)
-    return patched(triton_backend, update_sliding_window_buffer=planner)
+    update = partial(triton_backend.update_sliding_window_buffer, window_kv_indices=buffer)
+    return patched(triton_backend, update_sliding_window_buffer=update)
 
 
 def count_keys_in_window(attention: Any) -> int:

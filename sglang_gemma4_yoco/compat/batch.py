@@ -8,7 +8,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Speculative
 
 CaptureHiddenMode = forward_batch_info.CaptureHiddenMode
 ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.ForwardMode
-#: True if SGLang marks batches in which no prompt ends, as 0.5.23 does.
+#: True if SGLang marks batches in which no prompt ends, as 0.5.23 does. Unnecessary without 0.5.22.
 MARKS_CHUNKS = hasattr(ForwardBatch, "contains_last_prefill_chunk")
 
 
@@ -24,7 +24,9 @@ def get_hidden_state_mode() -> Any:
 
 
 def make_decode_step(requests: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Return an unplanned decode step of these rows, one per request, that writes no K and V.
+    """Return a decode step of these rows, one per request, that writes no K and V.
+
+    It has no attention metadata.
 
     Args:
         requests: [n], their indices into ``req_to_token``.

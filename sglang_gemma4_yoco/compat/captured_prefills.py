@@ -47,7 +47,7 @@ class ExitPoint(NamedTuple):
 
 def are_requested() -> bool:
     """Return True if the operator requested these graphs, rather than SGLang's defaults."""
-    named = getattr(server.get_published_arguments(), "cuda_graph_backend_prefill", None)
+    named = getattr(server.find_server_args(), "cuda_graph_backend_prefill", None)
     return named == BREAKABLE == server.get_cuda_graph_backend("prefill")
 
 

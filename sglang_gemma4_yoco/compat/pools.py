@@ -45,20 +45,21 @@ def write_keys_and_values(
     """Write K and V of all rows of a batch to a layer's pool.
 
     Args:
-        main: the attention backend of the layers before the cut, with its plan of this batch.
+        main: the attention backend of the layers before the cut, with this batch's metadata.
         tail: the tail's backend, over the same pools.
         attention: the layer's ``RadixAttention``.
         k, v: [T, kv_heads, head_dim].
     """
     pool, slots = tail.token_to_kv_pool, forward_batch.out_cache_loc
     # Waits for K and V of the prefix to be loaded. Stock waits in the donor's attention, which an
-    # intermediate chunk does not run; the next batch does not wait again.
+    # intermediate chunk does not run; the next batch does not wait again. Unnecessary once the pool
+    # has a method that waits for a layer.
     pool.get_kv_buffer(attention.layer_id)
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):
         main = list_parts(main)[0]  # the one for prefills
-        # Triton's plan has them, and so has the plan of backends after whose planning the scheduler
-        # may rewrite the lookup table.
+        # Triton's metadata has them, and so has that of backends whose lookup table the scheduler
+        # may rewrite once they have it.
         if is_triton(main.__class__) or frees_tables_early(main):
             window_slots = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         if window_slots is None:
@@ -85,7 +86,11 @@ class CachedTokens:
         return self.keys[self.slots], self.values[self.slots]
 
     def write(self, both: tuple[torch.Tensor | float, ...]) -> None:
-        """Overwrite their K and V."""
+        """Overwrite their K and V.
+
+        Args:
+            both: K and V, each [tokens, kv_heads, head_dim], or one number for all of them.
+        """
         self.keys[self.slots], self.values[self.slots] = both
 
 

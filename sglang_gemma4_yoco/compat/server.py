@@ -24,7 +24,7 @@ def read_argument(name: str) -> Any | None:
 
     None outside of a server, or if this SGLang lacks the argument.
     """
-    args = get_published_arguments()
+    args = find_server_args()
     if not hasattr(args, name):
         return None
     # SGLang stores the arguments as given, and their resolved values separately.
@@ -52,7 +52,7 @@ def read_variable(name: str) -> Any | None:
     return getattr(envs, name).get()
 
 
-def get_published_arguments() -> Any | None:
+def find_server_args() -> Any | None:
     """Return the server arguments as SGLang published them, or None."""
     try:
         return get_server_args()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.interfaces import Plan
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
 
 OTHER_INPUTS = "the model is called without per-layer embeddings"
@@ -37,12 +37,12 @@ def run_prefill(
         NotCuttableError: the batch must fall back to stock.
     """
     inputs = make_inputs(state, plan)
-    with state.adapter.stop_before_cut(state.model, state.cut_layer, inputs.project) as at_cut:
+    with state.adapter.stop_before_cut(state.model, state.cut_layer, inputs.project) as cut_rows:
         output = stock()
-    if len(at_cut) != 1:
+    if len(cut_rows) != 1:
         raise NotCuttableError(OTHER_END)
-    [rows] = at_cut
-    if rows.shape[0] != plan.tail.kept.total:
+    [rows] = cut_rows
+    if rows.shape[0] != plan.kept_batch.kept.total:
         raise NotCuttableError(OTHER_ROWS)
     finish_prefill(state, plan, compat.layers.get_rows(output), rows, positions, inputs)
     return output
@@ -56,7 +56,7 @@ def make_inputs(state: ModelState, plan: Plan) -> PerLayerInputs:
     return PerLayerInputs(
         state.model,
         state.cut_layer,
-        plan.tail.index,
+        plan.kept_batch.index,
         buffers,
         split=state.splits_per_layer_inputs,
     )
@@ -73,7 +73,9 @@ def finish_prefill(
     """Write K and V of the donor, and run the tail.
 
     Args:
-        output: [T, hidden]; its kept rows are overwritten with those after the norm.
+        output: [T, hidden]; its kept rows are overwritten with those after the norm. Gemma 4 ends
+            its loop at the cut, so ``output`` and ``rows`` are one tensor: nothing may read
+            ``rows`` after the scatter, which therefore comes last.
         rows: [T, ...], the residual at the input of layer S-1.
         positions: [T].
 
@@ -85,15 +87,20 @@ def finish_prefill(
     write_donor_keys_and_values(state, plan, rows, positions)
     if plan.runner is not None:
         kept = plan.runner.run(rows, positions, inputs.get_kept)
-        output.index_copy_(0, plan.tail.index, kept)
+        output.index_copy_(0, plan.kept_batch.index, kept)
 
 
 def write_donor_keys_and_values(
     state: ModelState, plan: Plan, rows: torch.Tensor, positions: torch.Tensor
 ) -> None:
     """Write K and V of layer S-1 for all rows, from its input [T, ...]."""
-    layer, attention = state.tail_layers[0], plan.attention
-    k, v = state.adapter.compute_keys_and_values(layer, rows, positions)
+    donor, backends = state.tail_layers[0], plan.backends
+    k, v = state.adapter.compute_keys_and_values(donor, rows, positions)
     compat.pools.write_keys_and_values(
-        attention.main, attention.tail, layer.self_attn.attn, plan.batch, k, v
+        backends.main_backend,
+        backends.tail_backend,
+        donor.self_attn.attn,
+        plan.kept_batch.batch,
+        k,
+        v,
     )

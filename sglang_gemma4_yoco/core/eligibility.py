@@ -1,18 +1,18 @@
-"""Eligibility of a batch, decided once, right after SGLang has planned its attention.
+"""Eligibility of a batch, decided once, right after SGLang has made its attention metadata.
 
 A false positive silently corrupts answers, a false negative costs time. So a batch is cut only if
 it is known that only its kept rows are read, and if its lengths are plain lists on the host. The
 decision depends only on host fields, which are the same on every rank. Server-wide reasons are in
-``loading/unsupported.py``.
+``admission/``.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import worth
-from sglang_gemma4_yoco.core.interfaces import TailBucket
+from sglang_gemma4_yoco.core.interfaces import Eligible
+from sglang_gemma4_yoco.core.kept_batch import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.refusal import Refusal
 
 # Frequent reasons are not logged: the batch is not a prefill, or has too few rows to skip.
@@ -26,9 +26,6 @@ NOTHING_TO_SKIP = Refusal("every row of the batch is read", is_logged=False)
 TOO_LITTLE = Refusal("too few rows could be skipped", is_logged=False)
 IMAGE_LOGPROBS = Refusal("input logprobs of a multimodal prompt")
 MEDIA = Refusal("a multimodal prompt of this model")
-# Reasons why a batch replays its captured prefill in full.
-EXITS_CLOSED = Refusal("SGLang runs its captured prefill to the end")
-TAIL_NOT_CAPTURED = Refusal("its prefill is captured, and its tail is not")
 
 # Speculative decoding whose drafts read only the last row of a prompt. NGRAM drafts from the text.
 # A STANDALONE draft model runs on the prompt's ids. Frozen-KV MTP attends to the target's K and V;
@@ -56,20 +53,6 @@ _LAST_ROW_CAPTURES = (
 )
 
 
-class Eligible(NamedTuple):
-    """A batch that may be cut.
-
-    Attributes:
-        kept: the rows whose logits the sampler and the logprobs read.
-        is_intermediate_chunk: no request finishes its prompt in it, so no row is read.
-        bucket: the captured tail's bucket for the kept rows; None if the tail runs eagerly.
-    """
-
-    kept: KeptRows
-    is_intermediate_chunk: bool
-    bucket: TailBucket | None
-
-
 def is_prefill(mode: Any) -> bool:
     """Return True for a prefill's mode; by identity, because SGLang's modes equal integers."""
     return mode is compat.batch.ForwardMode.EXTEND or mode is compat.batch.ForwardMode.MIXED
@@ -95,21 +78,29 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refus
     mode = forward_batch.forward_mode
     if not is_prefill(mode):
         return Refusal(f"forward mode {getattr(mode, 'name', mode)}", is_logged=False)
-    reason: Refusal | None = state.unsupported
-    if reason is None and state.replayed_batch is None and compat.attention.is_capturing():
-        reason = CAPTURING
-    reason = reason or _check_fields(state, forward_batch) or _check_lengths(forward_batch)
+    if state.off_because is not None:
+        return state.off_because
+    if state.front is None and compat.attention.is_capturing():
+        return CAPTURING
+    reason = _check_fields(state, forward_batch)
+    if reason is None:
+        reason = _check_lengths(forward_batch)  # the rows follow from them
     if reason is not None:
         return reason
+    eligible = _find_rows(state, forward_batch)
+    reason = _check_rows(state, forward_batch, eligible)
+    if reason is None and state.front is not None:
+        reason = state.front.find_refusal(eligible, on_gpu=state.on_gpu)
+    return reason or eligible
+
+
+def _find_rows(state: ModelState, forward_batch: Any) -> Eligible:
+    """Return the rows of a batch that are read, and the captured tail's bucket for them."""
     kept, intermediate = find_kept_rows(forward_batch), is_intermediate_chunk(forward_batch)
     bucket = None
     if state.captured is not None and not intermediate:
         bucket = state.captured.bucket_for(kept)
-    eligible = Eligible(kept, intermediate, bucket)
-    reason = _check_rows(state, forward_batch, eligible)
-    if reason is None and state.replayed_batch is not None:
-        reason = _check_exit(state, eligible)
-    return reason or eligible
+    return Eligible(kept, intermediate, bucket)
 
 
 def _check_fields(state: ModelState, forward_batch: Any) -> Refusal | None:
@@ -220,25 +211,10 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> Re
     return None
 
 
-def _check_exit(state: ModelState, eligible: Eligible) -> Refusal | None:
-    """Return why an eligible batch does not leave SGLang's captured prefill, or None."""
-    if not state.exits_are_open:
-        return EXITS_CLOSED
-    if eligible.is_intermediate_chunk:
-        return None
-    if eligible.bucket is None:
-        return TAIL_NOT_CAPTURED
-    skipped = eligible.kept.total - eligible.kept.count
-    has_own_rule = settings.current.min_skipped_rows is not None  # already checked
-    if state.on_gpu and not has_own_rule and skipped < worth.ROWS_AT_EXIT:
-        return TOO_LITTLE
-    return None
-
-
 def is_multimodal(forward_batch: Any) -> bool:
     """Return True if some request has images, video or audio.
 
-    While SGLang plans, a batch has ``mm_inputs``; its forward sets ``mm_input_embeds`` instead.
+    Before its forward a batch has ``mm_inputs``; then SGLang sets ``mm_input_embeds`` instead.
     """
     if forward_batch.mm_input_embeds is not None:
         return True

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.core import cut, eligibility, plan
-from sglang_gemma4_yoco.core.interfaces import Forward, Plan
+from sglang_gemma4_yoco.core import cut, eligibility, planning
+from sglang_gemma4_yoco.core.interfaces import Forward
 from sglang_gemma4_yoco.core.model import NotCuttableError
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -69,12 +70,17 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def is_wrapped(function: Any) -> bool:
+    """Return True if a text model's forward is this package's wrapper."""
+    return getattr(function, "__globals__", None) is globals()
+
+
 def serve_forward(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
     """Run a forward on the path chosen for its batch, and return the model's output."""
     rows = getattr(forward_batch, "extend_num_tokens", None) or 0
     state.planned_rows = None
     try:
-        decided = plan.take_plan(state, forward_batch)
+        decided = planning.take_plan(state, forward_batch)
         if isinstance(decided, Plan):
             return _serve_cut(state, decided, forward)
         state.counters.count_ineligible(decided, rows)
@@ -94,7 +100,7 @@ def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     output = forward.fast(plan)
     if state.after_cut is not None:
         output = state.after_cut(forward, plan, output)
-    kept = plan.tail.kept
+    kept = plan.kept_batch.kept
     computed = 0
     if plan.runner is not None:
         computed = kept.count

@@ -1,45 +1,32 @@
-"""Interfaces that the packages above core implement, and the plan of a batch."""
+"""Interfaces that the packages above core implement.
+
+``CapturedTail`` and ``TailBucket`` have one implementation each (``captured/graphs.py``), which
+needs the state of ``core``; with these interfaces the state does not need it in turn.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from sglang_gemma4_yoco.core.per_layer import Buffers
-from sglang_gemma4_yoco.core.tail import TailBackend
-from sglang_gemma4_yoco.core.tail_batch import KeptRows, TailBatch
-
-
-class TailRunner(Protocol):
-    """Runs the tail of one planned batch."""
-
-    @property
-    def buffers(self) -> Buffers | None:
-        """The memory from which it projects its per-layer inputs; None if they are passed in."""
-
-    def run(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        get_inputs: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor:
-        """Return the kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
+from sglang_gemma4_yoco.core.kept_batch import KeptRows
+from sglang_gemma4_yoco.core.plan import Plan, TailRunner
+from sglang_gemma4_yoco.refusal import Refusal
 
 
 class TailBucket(Protocol):
     """The tail, captured in a CUDA graph for a number of rows."""
 
-    def plan(self, live: Any, index: torch.Tensor) -> TailRunner:
-        """Return a runner for rows ``index`` [B] of the batch ``live``, its attention planned."""
+    def fill(self, live: Any, index: torch.Tensor) -> TailRunner:
+        """Fill the graph's inputs for rows ``index`` [B] of the batch ``live``; return a runner."""
 
 
 class CapturedTail(Protocol):
     """The tail, captured for some numbers of rows."""
 
     @property
-    def rows(self) -> tuple[int, ...]:
-        """The buckets' numbers of rows, ascending."""
+    def sizes(self) -> tuple[int, ...]:
+        """The buckets' sizes, in rows, ascending."""
 
     def bucket_for(self, kept: KeptRows) -> TailBucket | None:
         """Return the smallest bucket for these rows; None if they cannot be replayed."""
@@ -48,24 +35,28 @@ class CapturedTail(Protocol):
         """Free all graphs."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A batch that is cut.
+class Eligible(NamedTuple):
+    """A batch that may be cut.
 
     Attributes:
-        batch: SGLang's ``ForwardBatch``.
-        tail: its kept rows, and the tail's view of the batch.
-        attention: the tail's attention backend.
-        runner: runs the tail, whose attention is already planned; None for an intermediate chunk,
-            no row of which is read.
-        outcome: the name under which ``counters`` counts the forward.
+        kept: the rows whose logits the sampler and the logprobs read.
+        is_intermediate_chunk: no request finishes its prompt in it, so no row is read.
+        bucket: the captured tail's bucket for the kept rows; None if the tail runs eagerly.
     """
 
-    batch: Any
-    tail: TailBatch
-    attention: TailBackend
-    runner: TailRunner | None
-    outcome: str
+    kept: KeptRows
+    is_intermediate_chunk: bool
+    bucket: TailBucket | None
+
+
+class CapturedFront(Protocol):
+    """A captured prefill, which SGLang replays in place of the model's own loop over its layers."""
+
+    def find_refusal(self, eligible: Eligible, *, on_gpu: bool) -> Refusal | None:
+        """Return why it runs all layers of an eligible batch, or None if it can stop at the cut."""
+
+    def name_outcome(self, outcome: str) -> str:
+        """Return the name under which this outcome of the model's own loop is counted."""
 
 
 class Forward(Protocol):

@@ -138,7 +138,7 @@ class TextModelAdapter(Protocol):
 
         Args:
             layers: S-1 to L-1. The donor reads its own K and V from the pool, as they do.
-            batch: the batch of the kept rows, with its attention planned and current.
+            batch: the batch of the kept rows; its attention metadata is current.
             rows: [B, ...], the residual at the input of the donor; may be overwritten.
             positions: [B] int64.
             inputs: [B, L - S + 1, width], the layers' per-layer inputs, or None.

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core.interfaces import AfterCut, CapturedTail
+from sglang_gemma4_yoco.core.backend_pair import BackendPair
+from sglang_gemma4_yoco.core.interfaces import AfterCut, CapturedFront, CapturedTail
 from sglang_gemma4_yoco.core.model import TextModelAdapter
 from sglang_gemma4_yoco.core.per_layer import can_be_split
-from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.counters import Counters, served
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
@@ -31,13 +31,13 @@ class ModelReport:
     """Entries of one model in /server_info; None if unknown.
 
     Attributes:
-        tail: how the tail runs.
+        tail_mode: how the tail runs: captured, or eagerly and why.
         check: the result of the self-check.
         exits: whether captured prefills may be cut.
         exits_check: the result of the check of exits.
     """
 
-    tail: str | None = None
+    tail_mode: str | None = None
     check: dict[str, Any] | None = None
     exits: str | None = None
     exits_check: dict[str, Any] | None = None
@@ -53,11 +53,12 @@ class ModelState:
     Attributes:
         model: SGLang's text model.
         adapter: its module in ``models/``.
-        unsupported: why none of its batches is cut, or None.
-        attention: the tail's own backend; None if the server was refused at start.
+        off_because: why none of its batches is cut, or None.
+        backends: the attention backends, the tail's among them; None if the server was refused at
+            start.
         captured: the captured tail, if there is one.
-        replayed_batch: the batch that SGLang is serving with a captured prefill, or None.
-        exits_are_open: whether captured prefills may be cut; None if none has an exit.
+        front: the captured prefill that runs the layers before the cut of the current batch; None
+            if the model's own loop runs them.
         after_cut: called after each forward that was cut, or None.
         failures_in_a_row: consecutive failures of the fast path.
         serves: setup is complete, so the server may have requests.
@@ -68,11 +69,10 @@ class ModelState:
 
     model: Any
     adapter: TextModelAdapter
-    unsupported: ServerRefusal | None
-    attention: TailBackend | None = None
+    off_because: ServerRefusal | None
+    backends: BackendPair | None = None
     captured: CapturedTail | None = None
-    replayed_batch: Any = None
-    exits_are_open: bool | None = None
+    front: CapturedFront | None = None
     after_cut: AfterCut | None = None
     failures_in_a_row: int = 0
     serves: bool = False
@@ -101,13 +101,20 @@ class ModelState:
     @cached_property
     def on_gpu(self) -> bool:
         """True on any accelerator, where launches take time."""
-        device = getattr(getattr(self.attention, "tail", None), "device", "cpu")
+        if self.backends is None:
+            return False
+        device = getattr(self.backends.tail_backend, "device", "cpu")
         return torch.device(device).type != "cpu"
+
+    def get_backends(self) -> BackendPair:
+        """Return the attention backends; without the tail's own no batch is eligible."""
+        assert self.backends is not None, "the server was refused at start"
+        return self.backends
 
     def describe(self) -> str:
         """Return the cut layer and the attention backends, for the log and /server_info."""
-        assert self.attention is not None
-        main, tail = type(self.attention.main).__name__, type(self.attention.tail).__name__
+        backends = self.get_backends()
+        main, tail = type(backends.main_backend).__name__, type(backends.tail_backend).__name__
         described = (
             f"cut inside layer {self.cut_layer}, after its K and V "
             f"(of {self.model.config.num_hidden_layers} layers), attention by {main}"
@@ -120,13 +127,13 @@ class ModelState:
         """Attach this state to the model.
 
         Args:
-            plan_batch: called with the model and each batch that SGLang has planned.
+            plan_batch: called with the model and each batch whose attention metadata exists.
         """
         self.model.__dict__[STATE_ENTRY] = self
         _attached.add(self)
-        if self.attention is not None:
-            follow = self.attention.call_after_planning(partial(plan_batch, self.model))
-            self._patches.enter_context(follow)
+        if self.backends is not None:
+            span = self.backends.call_after_init(partial(plan_batch, self.model))
+            self._patches.enter_context(span)
 
     def as_current(self) -> AbstractContextManager[None]:
         """Serve the model with this state in the ``with`` block, instead of the attached one.
@@ -147,13 +154,18 @@ class ModelState:
 
     def turn_off(self, refusal: ServerRefusal) -> None:
         """Stop cutting batches, and log the reason."""
-        self.unsupported = refusal
+        self.off_because = refusal
         self.after_cut = None
         if refusal.is_logged:
             log.log_once(
-                f"Gemma 4 fast prefill falls back to stock for this server: {refusal}",
+                f"YOCO fast prefill falls back to stock for this server: {refusal}",
                 refusal.level,
             )
+
+    def turn_off_after(self, found: object, refusal: ServerRefusal) -> None:
+        """Stop cutting batches because of ``found``, and log both."""
+        self.turn_off(refusal)
+        log.log_error(f"YOCO fast prefill is off for this server: {refusal}; {found}")
 
 
 def first_shared_layer(config: Any) -> int | None:

@@ -14,9 +14,6 @@ _ROWS_ON_CPU = 3
 # 1024 tokens lose up to a sixth, those of 1350 and 2048 neither gain nor lose, and those of
 # 8192 are 2.5 times as fast.
 _ROWS_ON_GPU = 1024
-# An exit saves device time only. Modelled, not measured: reading a layer's weights takes as long as
-# computing up to 90 rows, and planning the tail as long as 45 rows of E2B.
-ROWS_AT_EXIT = 128
 
 
 def is_worth_cutting(
@@ -29,6 +26,7 @@ def is_worth_cutting(
         read: rows whose output is used; 0 for an intermediate chunk.
         minimum: the operator's own number of rows to skip.
         eager: the tail runs layer by layer; otherwise it is captured or skipped.
+        on_gpu: the device is an accelerator, where the launches of an eager tail cost host time.
 
     >>> is_worth_cutting(2048, 1), is_worth_cutting(16, 14), is_worth_cutting(100, 95)
     (True, False, False)

@@ -5,19 +5,26 @@ eagerly while such graphs exist (``graph_exits``).
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.checking import exit_check
-from sglang_gemma4_yoco.core import ranks
-from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.prefill_exits.graph_exits import add_exits
+import torch
 
-#: The attribute of an SGLang prefill graph runner whose graphs have exits.
+from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco.checking import exit_check, rounding, self_check, synthetic_requests
+from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.checking.self_check import CheckResult
+from sglang_gemma4_yoco.core import ranks
+from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.patched import patched
+from sglang_gemma4_yoco.prefill_exits.graph_exits import OUTCOMES, Exits, add_exits
+
+#: The attribute of an SGLang prefill graph runner with its ``Exits``.
 EXITS_ENTRY = "_yoco_exits"
+NOT_TAKEN = "the check's prefill did not leave at an exit"
 
 
 def is_repaired() -> bool:
@@ -31,52 +38,101 @@ def is_repaired() -> bool:
     )
 
 
-@contextmanager
-def repair_capture(runner: Any, state: ModelState) -> Iterator[None]:
-    """Fix SGLang's capture of this model's prefills in the block; their exits start closed.
+def _is_repaired_for(state: ModelState) -> bool:
+    """Return True if the capture is fixed for this model.
 
-    No-op on a server of which no batch may be cut: that setup was never tested.
+    Not on a server of which no batch may be cut: that setup was never tested.
     """
-    if state.unsupported is not None or not is_repaired():
-        yield
-        return
+    return state.adapter.LEAVES_CAPTURED_PREFILLS and state.off_because is None and is_repaired()
+
+
+def repair_capture(runner: Any, state: ModelState) -> AbstractContextManager[None]:
+    """Fix SGLang's capture of this model's prefills in the ``with`` block, if that is wanted.
+
+    Unnecessary once SGLang has both changes of ``compat.captured_prefills``; the exits still are.
+    """
+    if not _is_repaired_for(state):
+        return nullcontext()
     log.log_once(
-        "Gemma 4 fast prefill: SGLang's capture of prefill CUDA graphs is fixed for this model "
+        "YOCO fast prefill: SGLang's capture of prefill CUDA graphs is fixed for this model "
         f"({compat.captured_prefills.SHARED_LAYER_IDS}), because --cuda-graph-backend-prefill "
         f"requests them; {settings.name_of('prefill_graphs')}=0 disables the fix"
     )
-    config, attention = runner.model.config, state.tail_layers[0].self_attn.attn
-    with compat.captured_prefills.capture_with_exits(state.model, config, attention):
-        yield
+    donor = state.tail_layers[0].self_attn.attn
+    return compat.captured_prefills.capture_with_exits(state.model, runner.model.config, donor)
+
+
+def add_closed_exits(runner: Any, state: ModelState) -> None:
+    """Add exits to the prefills that SGLang has captured in ``repair_capture``; they are closed."""
+    prefill_runner = compat.server.get_captured_prefills(runner)
+    # If SGLang captured decode steps only, the prefills are those of an earlier capture.
+    if not _is_repaired_for(state) or prefill_runner is None or find_exits(runner) is not None:
+        return
     try:
-        prefills = compat.server.get_captured_prefills(runner)
-        # If SGLang captured decode steps only, the prefills are those of an earlier capture.
-        if prefills is not None and not hasattr(prefills, EXITS_ENTRY):
-            add_exits(state.model, config, prefills)
-            setattr(prefills, EXITS_ENTRY, True)
-            state.exits_are_open = False
-            # Without the state, no batch can be served with these graphs.
-            state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))
+        exits = add_exits(state.model, runner.model.config, prefill_runner)
+        setattr(prefill_runner, EXITS_ENTRY, exits)
     except Exception:
         # Without the exits nothing keeps multimodal prompts out of these graphs.
         runner.prefill_cuda_graph_runner = None
         raise
+    # Without the state, no batch can be served with these graphs.
+    state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))
+
+
+def find_exits(runner: Any) -> Exits | None:
+    """Return the exits of this runner's captured prefills, or None."""
+    prefill_runner = compat.server.get_captured_prefills(runner)
+    exits: Exits | None = getattr(prefill_runner, EXITS_ENTRY, None)
+    return exits
 
 
 def open_exits(runner: Any, state: ModelState) -> None:
     """Open the exits of captured prefills if they agree with stock, before the server serves."""
-    if state.exits_are_open is None:
+    exits = find_exits(runner)
+    if exits is None:
         return
-    checked = exit_check.check_exits(runner, state)
+    checked = check_exits(runner, state, exits)
     state.report.exits_check = checked.to_json()
     # A rank that leaves a graph would wait for one that replays it in full.
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
-    state.exits_are_open = checked.agrees and differ is None
-    if state.exits_are_open:
+    exits.are_open = checked.agrees and differ is None
+    if exits.are_open:
         fact, level = f"open after {state.cut_layer + 1} segments", logging.INFO
     else:
         reason = differ or f"the check found {checked.worst}"
         remedy = "with --cuda-graph-backend-prefill=disabled prefills are cut"
         fact, level = f"closed: {reason}; {remedy}", logging.ERROR
     state.report.exits = fact
-    log.log_once(f"Gemma 4 fast prefill: exits from captured prefills are {fact}", level)
+    log.log_once(f"YOCO fast prefill: exits from captured prefills are {fact}", level)
+
+
+def check_exits(runner: Any, state: ModelState, exits: Exits) -> CheckResult:
+    """Compare a synthetic prefill that leaves at an exit with its full replay.
+
+    It finishes its prompts; without a captured tail it is an intermediate chunk, since only these
+    leave at an exit then. The ``ModelRunner`` must be idle.
+    """
+    if not settings.current.self_check:
+        return self_check.NOT_WANTED
+    found = list[Difference]()
+
+    def compare(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
+        found.extend(exit_check.compare_exit(forward, plan, output))
+        return output
+
+    leaving = replace(state, after_cut=compare)
+    # Replay it regardless of the padding in its bucket. Unnecessary once ``ModelRunner.forward``
+    # can be told whether to replay a graph.
+    always = patched(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
+    # Reversed: the tail's inputs may still be those of the previous check.
+    lengths = max(synthetic_requests.choose_batches(runner, state), key=len)[::-1]
+    if state.captured is not None:
+        lengths = lengths[: state.captured.sizes[-1]]
+    synthetic_span = synthetic_requests.make_synthetic_requests(runner, state, lengths)
+    with synthetic_span as synthetic, always, exits.opened():
+        outcome = synthetic.run(leaving, finishes=state.captured is not None).outcome
+        if outcome not in OUTCOMES.values():
+            found.append(rounding.make_defect(NOT_TAKEN))
+        if synthetic.others_changed():
+            found.append(rounding.make_defect(self_check.OTHERS_SLOTS))
+    return CheckResult(rounding.find_worst(found))

@@ -10,88 +10,161 @@ A batch that is cut runs SGLang's own segments up to the exit point; then its K 
 are written, its captured tail is replayed, and the tail's rows go into SGLang's output.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
-from sglang_gemma4_yoco.core.eligibility import is_multimodal
+from sglang_gemma4_yoco.core.eligibility import TOO_LITTLE, is_multimodal
 from sglang_gemma4_yoco.core.forward import serve_forward
-from sglang_gemma4_yoco.core.interfaces import Plan
+from sglang_gemma4_yoco.core.interfaces import Eligible
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState, get_state
+from sglang_gemma4_yoco.refusal import Refusal
+
+EXITS_CLOSED = Refusal("SGLang runs its captured prefill to the end")
+TAIL_NOT_CAPTURED = Refusal("its prefill is captured, and its tail is not")
+# An exit saves device time only. Modelled, not measured: reading a layer's weights takes as long as
+# computing up to 90 rows, and the tail's metadata as long as 45 rows of E2B.
+_FEWEST_ROWS = 128
+#: Outcome in the model's own loop -> the outcome at an exit.
+OUTCOMES = {
+    counters.TAIL_CAPTURED: counters.EXIT_CAPTURED,
+    counters.TAIL_SKIPPED: counters.EXIT_SKIPPED,
+}
 
 
-def add_exits(model: Any, config: Any, prefills: Any) -> None:
+class Exits:
+    """The exits of SGLang's captured prefills; a ``CapturedFront`` while one of these runs.
+
+    Attributes:
+        are_open: captured prefills may be cut.
+        batch: the live batch that SGLang is serving with a captured prefill, or None.
+    """
+
+    def __init__(self) -> None:
+        self.are_open = False
+        self.batch: Any = None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open them in the ``with`` block."""
+        self.are_open = True
+        try:
+            yield
+        finally:
+            self.are_open = False
+
+    def find_refusal(self, eligible: Eligible, *, on_gpu: bool) -> Refusal | None:
+        """Return why an eligible batch does not leave its captured prefill, or None."""
+        if not self.are_open:
+            return EXITS_CLOSED
+        if eligible.is_intermediate_chunk:
+            return None
+        if eligible.bucket is None:
+            return TAIL_NOT_CAPTURED
+        skipped = eligible.kept.total - eligible.kept.count
+        has_own_rule = settings.current.min_skipped_rows is not None  # already checked
+        if on_gpu and not has_own_rule and skipped < _FEWEST_ROWS:
+            return TOO_LITTLE
+        return None
+
+    def name_outcome(self, outcome: str) -> str:
+        """Return the name under which a forward that leaves at an exit is counted."""
+        return OUTCOMES[outcome]
+
+
+def add_exits(model: Any, config: Any, prefills: Any) -> Exits:
     """Patch ``prefills``, SGLang's runner of captured prefills, to leave them at their exits.
 
-    It also keeps multimodal prompts out of the graphs, cut or not. Only SGLang's runner refers to
-    what is added, so graphs that SGLang drops are freed.
+    The exits are closed. Multimodal prompts are kept out of the graphs, cut or not. Only SGLang's
+    runner refers to what is added, so graphs that SGLang drops are freed.
 
     Args:
         config: the multimodal model's.
     """
-    embed = partial(compat.captured_prefills.embed_text, model, config)
+    exits, embed = Exits(), partial(compat.captured_prefills.embed_text, model, config)
     graphs = compat.captured_prefills.list_graphs(prefills.backend)
     for _, output in graphs.values():
         output.zero_()  # rows that are no longer written must be finite
     stock_can_run_graph = prefills.can_run_graph
     stock_execute, stock_replay = prefills.execute, prefills.backend.replay
 
+    # Unnecessary once SGLang's own rejects batches with media
+    # (docs/upstream/ids_and_embeddings.md).
     def can_run_graph(forward_batch: Any) -> bool:
         return not is_multimodal(forward_batch) and bool(stock_can_run_graph(forward_batch))
 
+    # Unnecessary once SGLang passes the live batch to the backend's ``replay``.
     def execute(forward_batch: Any, **kwargs: Any) -> Any:
         state = get_state(model)
-        state.replayed_batch = forward_batch
+        state.front, exits.batch = exits, forward_batch
         try:
             return stock_execute(forward_batch, **kwargs)
         finally:
-            state.replayed_batch = None
+            state.front, exits.batch = None, None
 
-    def replay(bucket: Any, batch: Any, **kwargs: Any) -> Any:
-        state, to_its_end = get_state(model), partial(stock_replay, bucket, batch, **kwargs)
-        forward = ExitForward(state, embed, *graphs[bucket], batch, to_its_end)
-        return serve_forward(state, state.replayed_batch, forward)
+    def replay(bucket: Any, static_batch: Any, **kwargs: Any) -> Any:
+        state, (graph, output) = get_state(model), graphs[bucket]
+        forward = ExitForward(
+            state=state,
+            embed=embed,
+            graph=graph,
+            output=output,
+            static_batch=static_batch,
+            stock=partial(stock_replay, bucket, static_batch, **kwargs),
+        )
+        return serve_forward(state, exits.batch, forward)
 
     prefills.can_run_graph = can_run_graph
     prefills.execute = execute
     prefills.backend.replay = replay
+    return exits
 
 
 @dataclass
 class ExitForward:
-    """A forward that SGLang runs as a captured prefill."""
+    """A forward that SGLang runs as a captured prefill.
+
+    Attributes:
+        embed: ``embed_text`` of this model.
+        graph: SGLang's graph of the bucket.
+        output: [bucket, hidden], the graph's output, which both paths write.
+        static_batch: the batch whose tensors the graph reads: the live batch's tokens, padded to
+            the bucket. Gemma 4 has added 1 to its positions, in place.
+        stock: replays the graph in full; returns ``output``.
+        point: the exit point, set by ``fast`` and valid until the next replay.
+    """
 
     state: ModelState
-    embed: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]  # ``embed_text`` of this model
+    embed: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]
     graph: Any
-    output: torch.Tensor  # [bucket, hidden], the graph's output, which both paths write
-    #: SGLang's static batch, which the graph reads: the live batch's tokens, padded to the bucket.
-    #: Gemma 4 has added 1 to its positions, in place.
-    batch: Any
-    stock: Callable[[], torch.Tensor]  # replays the graph in full; returns ``output``
-    point: ExitPoint | None = None  # set by ``fast``; valid until the next replay
+    output: torch.Tensor
+    static_batch: Any
+    stock: Callable[[], torch.Tensor]
+    point: ExitPoint | None = None
 
     def fast(self, plan: Plan) -> torch.Tensor:
         """Run it up to the exit, write K and V, and replay the tail: [bucket, hidden]."""
         self.point = point = compat.captured_prefills.replay_to_exit(self.graph)
         # Rows after those of the live batch are padding, of which nothing may be written.
-        total = plan.tail.kept.total
+        total = plan.kept_batch.kept.total
         keys, values = point.keys[:total], point.values[:total]
-        main, tail = plan.attention.main, plan.attention.tail
-        layer = self.state.tail_layers[0].self_attn.attn
-        compat.pools.write_keys_and_values(main, tail, layer, plan.batch, keys, values)
+        main, tail = plan.backends.main_backend, plan.backends.tail_backend
+        donor = self.state.tail_layers[0].self_attn.attn
+        compat.pools.write_keys_and_values(main, tail, donor, plan.kept_batch.batch, keys, values)
         if plan.runner is not None:
             assert isinstance(plan.runner, Replay)
-            index = plan.tail.index
+            index = plan.kept_batch.index
             # Embedded again: the graph's own embeddings are overwritten by now.
-            embeds, embedded = self.embed(self.batch.input_ids.index_select(0, index))
+            embeds, embedded = self.embed(self.static_batch.input_ids.index_select(0, index))
             plan.runner.inputs.fill(embeds=embeds, embedded=embedded)
-            rows = plan.runner.run(point.rows, self.batch.positions, None)
+            rows = plan.runner.run(point.rows, self.static_batch.positions, None)
             self.output.index_copy_(0, index, rows)
         return self.output

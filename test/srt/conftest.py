@@ -46,6 +46,7 @@ from harness.server import (
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import reset_log
 from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_yoco.startup import pr27183, reports, runner_methods
 
 if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
@@ -226,16 +227,16 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
     from sglang_gemma4_yoco import compat, plugin
-    from sglang_gemma4_yoco.loading import patch, published
     from sglang_gemma4_yoco.models import registry
+    from sglang_gemma4_yoco.startup import patch
 
-    helpers = {helper.__name__ for helper in published.HELPERS}
+    helpers = {helper.__name__ for helper in pr27183.HELPERS}
     plugin.load.cache_clear()
     monkeypatch.setattr(plugin, "why_not_installed", None)
     monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "installed", False)
-    named = [(pkgutil.resolve_name(path), name) for path, name in patch.OPTIONAL]
-    for owner, name in [*patch.WRAPPED, *named]:
+    named = [(pkgutil.resolve_name(path), name) for path, name in reports.OPTIONAL]
+    for owner, name in [*runner_methods.WRAPPED, *named]:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     models: list[Any] = list(registry.list_text_models())
     for text_model in models:
@@ -281,7 +282,7 @@ def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
 
     yield
     state = state_of(engine)
-    state.failures_in_a_row, state.unsupported = 0, None
+    state.failures_in_a_row, state.off_because = 0, None
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def switched(value: str) -> AbstractContextManager[object]:
     span = ExitStack()
     if value == "0":
         for known in list(state._attached):  # an earlier engine may still be in memory
-            span.enter_context(mock.patch.object(known, "unsupported", SWITCHED_OFF))
+            span.enter_context(mock.patch.object(known, "off_because", SWITCHED_OFF))
     return span
 
 

@@ -19,8 +19,8 @@ from harness.observe import run
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.startup import backends_built
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -51,7 +51,7 @@ def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
         gemma4, "compute_keys_and_values", wraps=gemma4.compute_keys_and_values
     ) as projected:
         engine.runner.init_attention_backends()
-    few, many = runner_setup._FEW, runner_setup._MANY
+    few, many = backends_built._FEW, backends_built._MANY
     assert 1 < few <= 256 < many
     assert [len(call.args[1]) for call in projected.call_args_list] == [few, many]
     assert_fast(engine)

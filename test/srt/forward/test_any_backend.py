@@ -19,14 +19,14 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from harness.batches import BATCHES, batch_of
 from harness.decode_graphs import record_tail
-from harness.forwards import ENGINE, assert_fast, attention_of, state_of, times
+from harness.forwards import ENGINE, assert_fast, backends_of, state_of, times
 from harness.layer_rows import LAYERS
 from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.loading import unsupported
+from sglang_gemma4_yoco.admission import runner_parts
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -58,7 +58,7 @@ def rebuilt_afterwards(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as changed:
         yield changed
     engine.runner.init_attention_backends()
-    assert state_of(engine).unsupported is None
+    assert state_of(engine).off_because is None
 
 
 def test_the_captured_tail(engine: Engine) -> None:
@@ -92,19 +92,19 @@ def test_no_tail_runs_without_a_suitable_backend(
             broken.setattr(compat.attention, "build_backend", build)
             broken.setitem(ATTENTION_BACKENDS, "triton", WindowedTorchNativeBackend)
         engine.runner.init_attention_backends()
-        assert state_of(engine).attention is None
-        assert state_of(engine).unsupported == unsupported.NO_TAIL
+        assert state_of(engine).backends is None
+        assert state_of(engine).off_because == runner_parts.NO_TAIL
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert times(unsupported.NO_TAIL) == 1
+        assert times(runner_parts.NO_TAIL) == 1
 
 
 def test_the_prs_helper_looks_at_the_current_backend(engine: Engine) -> None:
     """The batch that it cuts is planned on the current backend."""
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
-    attention = attention_of(engine)
-    for backend, eligible in ((attention.main, False), (attention.tail, True)):
+    backends = backends_of(engine)
+    for backend, eligible in ((backends.main_backend, False), (backends.tail_backend, True)):
         with forward_context(ForwardContext(attn_backend=backend)):
             assert engine.text_model._yoco_eligibility(batch) is eligible
 
@@ -116,4 +116,4 @@ def test_pools_in_hnd_layout(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     engine = started(tiny_checkpoint, page_size=64)
     reason = "K and V are not stored slot by slot, but in 4 dimensions"
-    assert str(state_of(engine).unsupported) == reason
+    assert str(state_of(engine).off_because) == reason

@@ -25,12 +25,12 @@ from harness.forwards import (
 from harness.layer_rows import FIRST_CUT, LAYERS, whole
 from harness.observe import run
 from sglang_gemma4_reference.engine import Engine, switched
-from sglang_gemma4_yoco import compat, counters, log
+from sglang_gemma4_yoco import compat, counters, log, metrics
 from sglang_gemma4_yoco.checking import audit, exit_check, rounding
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core.forward import EagerForward
-from sglang_gemma4_yoco.loading import metrics
 from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.prefill_exits.graph_exits import Exits
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -104,7 +104,7 @@ def test_a_defect_that_an_audit_finds_is_answered_by_stock(
     lengths = [len(prompt.new) for prompt in prompts]
     assert f"new tokens {lengths}, cached {[len(p.cached) for p in prompts]}" in line
     assert line.endswith(f", {counters.TAIL_EAGER}")
-    assert state_of(engine).unsupported is None
+    assert state_of(engine).off_because is None
 
 
 def test_lines_end_and_counts_go_on(
@@ -125,17 +125,17 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
 ) -> None:
     with audited(engine, strict=True) as state:
         run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert state.unsupported is None
+        assert state.off_because is None
         with monkeypatch.context() as broken, caplog.at_level("ERROR", log.logger.name):
             _other_rows(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert state.unsupported == audit.DIFFERED
+        assert state.off_because == audit.DIFFERED
         off = f"falls back to stock for this server: {audit.DIFFERED}"
         assert off in caplog.records[-1].getMessage()
         assert_stock(engine, audit.DIFFERED)
         found = metrics.describe_state()["audits"]
         assert found.pop("worst") > 1
-        assert found == {"agree": 1, "differ": 1}
+        assert found == {"agrees": 1, "differs": 1}
 
 
 # ---------------------------------------------------------------- failures
@@ -172,7 +172,7 @@ def test_a_forward_that_compares_itself(engine: Engine) -> None:
     stock = run(engine, scheduled, "0").output.next_token_logits
     with audited(engine), pytest.MonkeyPatch.context() as patched:
         state = state_of(engine)
-        replayed = replace(state, replayed_batch=scheduled)
+        replayed = replace(state, front=Exits())
         patched.setattr(state.after_cut, "_state", replayed)
         patched.setattr(exit_check, "compare_exit", findings)
         answer = run(engine, scheduled, "1").output.next_token_logits
@@ -200,5 +200,5 @@ def test_no_audits_where_tables_are_rewritten_meanwhile(
             with getattr(envs, compat.server.BARRIER_VARIABLE).override(True):
                 assert audit.make_auditor(engine.runner, state) is not None
     why = f"{audit.TABLES}; {compat.server.BARRIER_VARIABLE}=1 prevents that"
-    assert said() == [f"Gemma 4 fast prefill is not audited: {why}"]
+    assert said() == [f"YOCO fast prefill is not audited: {why}"]
     assert audit.make_auditor(engine.runner, state) is not None

@@ -31,7 +31,7 @@ from harness.forwards import (
     TWO_PROMPTS,
     InjectedError,
     assert_fast,
-    attention_of,
+    backends_of,
     norms_that_add_in_place,
     outcomes,
     state_of,
@@ -50,8 +50,8 @@ from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.core import cut, ranks
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.patched import patched
+from sglang_gemma4_yoco.startup import graphs_captured
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -88,7 +88,7 @@ assert_replayed = partial(assert_fast, replays=True)
 
 def why_eager(engine: Engine) -> str:
     """Return the reason in /server_info why the tail is not captured."""
-    reported = state_of(engine).report.tail
+    reported = state_of(engine).report.tail_mode
     assert reported is not None
     assert reported.startswith("eager (")
     return reported[len("eager (") : -1]
@@ -126,7 +126,7 @@ def test_a_graph_that_takes_a_row_for_another_is_not_used(
     with rows_swapped_in_graphs(static_input), pytest.raises(AssertionError):
         record_tail(engine, MOST)  # which needs graphs for these row counts
     assert isinstance(eager_state.captured, TailGraphs)
-    assert eager_state.captured.rows == (1,)  # without swapped rows
+    assert eager_state.captured.sizes == (1,)  # without swapped rows
     for rows, line in zip((2, 4), said(logging.ERROR), strict=True):
         assert f"the tail captured for {rows} rows differs" in line
     assert_fast(engine, TWO_PROMPTS)
@@ -139,14 +139,14 @@ def test_one_graph_that_rounds_differently(
     stock, compared = tail_graphs.compare_graph, dict[int, tuple[int, ...]]()
 
     def compare(tail: TailGraphs, runner: Any, size: int) -> list[rounding.Difference]:
-        compared[size] = tail.rows
+        compared[size] = tail.sizes
         if size == 2:
             return [rounding.make_defect("a kernel for few rows")]
         return stock(tail, runner, size)
 
     with mock.patch.object(tail_graphs, "compare_graph", compare):
         tail = record_tail(engine, MOST)
-    assert tail.rows == (1, 4)
+    assert tail.sizes == (1, 4)
     assert compared == {1: (1, 2, 4), 2: (1, 2, 4), 4: (1, 4)}
     assert len(said(logging.ERROR)) == 1
     assert_replayed(engine, TWO_PROMPTS)
@@ -189,7 +189,7 @@ def test_one_row_of_each_request(
     assert read["lengths"].tolist() == lengths + [1] * (size - requests)
     assert not read["requests"][requests:].any()
     assert outcomes() == {counters.TAIL_CAPTURED: 2}
-    assert tail.rows == (1, 2, 4)
+    assert tail.sizes == (1, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def buffers(engine: Engine, eager_state: ModelState) -> Iterator[Callable[[], li
 
     It allocates and plans as GPU backends do; the CPU's does neither.
     """
-    planner = attention_of(engine).tail
+    planner = backends_of(engine).tail_backend
     stock = planner.init_forward_metadata_out_graph
 
     def allocating(most: int, tokens: int) -> None:
@@ -323,7 +323,7 @@ def test_norms_that_add_in_place(engine: Engine, eager_state: ModelState) -> Non
     A graph is compared with the same inputs twice, and would find them changed.
     """
     with norms_that_add_in_place(engine):
-        assert record_tail(engine, MOST).rows == (1, 2, 4)
+        assert record_tail(engine, MOST).sizes == (1, 2, 4)
         for prompts in (TWO_PROMPTS, batch_of((0, 9), (3, 5), (40, 2))):
             assert_replayed(engine, prompts)
 
@@ -332,7 +332,7 @@ def test_no_mask_for_drafts_is_allocated(
     engine: Engine, eager_state: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang allocates one for draft verification, whose size depends on the context length."""
-    tail, seen = attention_of(engine).tail, list[int | None]()
+    tail, seen = backends_of(engine).tail_backend, list[int | None]()
     allocate = tail.init_cuda_graph_state
 
     def allocating(*sizes: int) -> None:
@@ -396,14 +396,14 @@ def test_rows_that_are_captured(
         other.setattr(tail_graphs, "check_graphs", lambda *_: None)
         with recorded_decode_steps(engine):
             assert isinstance(eager_state.captured, TailGraphs), why_eager(engine)
-            assert eager_state.captured.rows == rows
+            assert eager_state.captured.sizes == rows
 
 
 # ---------------------------------------------------------------- inputs of a graph
 
 
 def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
-    planned = list(vars(attention_of(engine).tail).values())
+    planned = list(vars(backends_of(engine).tail_backend).values())
     declared = [*static_tensors(engine), *tensors_in([vars(tail._inputs)])]
     without_rows = []
     for t in declared:
@@ -439,7 +439,7 @@ def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
 def reason(engine: Engine) -> str:
     """Return why the tail is eager after SGLang has captured its graphs."""
     state = state_of(engine)
-    runner_setup.set_up(engine.runner, state)
+    graphs_captured.set_up(engine.runner, engine.text_model)
     assert state.captured is None
     return why_eager(engine)
 
@@ -510,7 +510,7 @@ class TestReasons:
         assert why == "less than 1024 MiB of GPU memory is free: lower --mem-fraction-static"
 
     def test_what_is_known_of_the_server(self, engine: Engine, eager_state: ModelState) -> None:
-        with patched(eager_state.attention, decodes=False):
+        with patched(eager_state.backends, decodes=False):
             assert reason(engine) == lifecycle.NOT_DECODING
         with patched(eager_state, splits_per_layer_inputs=False):
             assert reason(engine) == lifecycle.QUANTISED

@@ -18,9 +18,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from harness.forwards import assert_fast, assert_stock
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.core.forward import wrap_model_forward
 from sglang_gemma4_yoco.core.state import STATE_ENTRY
-from sglang_gemma4_yoco.loading import unsupported
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -53,10 +53,10 @@ def test_copied_positions_beside_prefill_graphs(
     with caplog.at_level("INFO", log.logger.name):
         prefills = PhaseConfig(backend=Backend.BREAKABLE, bs=[4, 8])
         restarted(cuda_graph_config=CudaGraphConfig(prefill=prefills))
-    (record,) = [r for r in caplog.records if unsupported.WRONG_REPLAYS.text in r.getMessage()]
+    (record,) = [r for r in caplog.records if arguments.WRONG_REPLAYS.text in r.getMessage()]
     assert record.levelname == "WARNING"
     assert "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION" in record.getMessage()
     assert "unset it" in record.getMessage()
-    assert_stock(engine, unsupported.WRONG_REPLAYS)
+    assert_stock(engine, arguments.WRONG_REPLAYS)
     restarted()
     assert_fast(engine)

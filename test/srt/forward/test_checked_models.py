@@ -70,8 +70,8 @@ def tail_of(engine: Engine) -> TailGraphs:
 def test_what_is_right_agrees(captured: Engine) -> None:
     found = result_of_check(state_of(captured))
     assert found["largest_difference"] < 0.5 * found["allowed"]
-    assert tail_of(captured).rows
-    assert state_of(captured).unsupported is None
+    assert tail_of(captured).sizes
+    assert state_of(captured).off_because is None
 
 
 def inapplicable_breakages(engine: Engine) -> set[str]:
@@ -98,7 +98,7 @@ def test_what_is_broken_is_found(captured: Engine) -> None:
 
 def test_a_captured_tail_is_replayed(captured: Engine) -> None:
     """It is replayed once on stock's rows, and once as in service; a replay runs no Python."""
-    assert tail_of(captured).rows[-1] >= REQUESTS
+    assert tail_of(captured).sizes[-1] >= REQUESTS
     with counted(captured) as forwards:
         assert checked(captured).agrees
     suffix, total = NEW[0] - 2 + 1 + NEW[2], sum(NEW)
@@ -110,13 +110,13 @@ def test_a_captured_tail_is_replayed(captured: Engine) -> None:
 def test_a_right_graph_is_not_dropped(captured: Engine) -> None:
     """A right graph stays, full and with the most padding there can be."""
     tail = tail_of(captured)
-    rows = tail.rows
+    rows = tail.sizes
     assert rows == (1, 2, 4, 8, 16, 32)
     found = [one for size in rows for one in tail_graphs.compare_graph(tail, captured.runner, size)]
     assert len(found) == 2 * len(rows) - 2  # of one row and of two there is no padding
     assert [one.excess for one in found if one.excess > 0.5] == []
     tail_graphs.check_graphs(tail, captured.runner)
-    assert tail.rows == rows
+    assert tail.sizes == rows
 
 
 # ---------------------------------------------------------------- audits
@@ -151,10 +151,10 @@ def test_rows_that_round_differently(captured: Engine, monkeypatch: pytest.Monke
     def prefill(state: Any, plan: Any, *args: Any) -> Any:
         output = stock(state, plan, *args)
         rows = get_rows(output)
-        kept = rows.index_select(0, plan.tail.index)
+        kept = rows.index_select(0, plan.kept_batch.index)
         share = torch.rand(kept.shape, generator=draw) - 0.5
         rounded = kept.float() * (1 + share * torch.finfo(rows.dtype).eps)
-        rows.index_copy_(0, plan.tail.index, rounded.to(rows.dtype))
+        rows.index_copy_(0, plan.kept_batch.index, rounded.to(rows.dtype))
         return output
 
     monkeypatch.setattr(cut, "run_prefill", prefill)

@@ -26,9 +26,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 import triton
 from harness.forwards import assert_fast, state_of
 from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco.admission import third_party
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
-from sglang_gemma4_yoco.loading import third_party
 from sglang_gemma4_yoco.patched import patched
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -249,7 +249,7 @@ def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
 
     def decide() -> str | None:
         engine.runner.init_attention_backends()
-        refusal = state_of(engine).unsupported
+        refusal = state_of(engine).off_because
         return getattr(refusal, "text", None)
 
     yield decide
@@ -355,7 +355,7 @@ def test_what_cannot_be_judged(
 
     with patched(layer(engine), router=Odd.__new__(Odd)):
         assert [judged(), judged()] == [third_party.NOT_JUDGED.text] * 2
-    failed = "Gemma 4 fast prefill: third-party code detection failed: RuntimeError('not here')"
+    failed = "YOCO fast prefill: third-party code detection failed: RuntimeError('not here')"
     assert said(logging.ERROR) == [failed]
     assert judged() is None
 
@@ -383,7 +383,7 @@ def test_doctor_judges_what_needs_no_weights(setting: Callable[..., None], engin
         setting(trust=())
         refusing = examined()
         engine.runner.init_attention_backends()
-        reason = state_of(engine).unsupported
+        reason = state_of(engine).off_because
     engine.runner.init_attention_backends()
     assert trusting.refusals == []
     assert reason is not None

@@ -165,7 +165,7 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     for one in (seen, later):
         assert_served_by_stock(stock, one)
     assert_untouched(engine)
-    off = state_of(engine).unsupported
+    off = state_of(engine).off_because
     assert outcomes() == {off: 2}
     assert str(off) == reason
 

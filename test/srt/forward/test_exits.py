@@ -52,11 +52,11 @@ from sglang_gemma4_yoco.checking import audit, exit_check
 from sglang_gemma4_yoco.checking import self_check as check_at_start
 from sglang_gemma4_yoco.checking.synthetic_requests import SyntheticRequests
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
-from sglang_gemma4_yoco.core import eligibility, plan, ranks
-from sglang_gemma4_yoco.core.interfaces import Plan
+from sglang_gemma4_yoco.core import planning, ranks
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.counters import Outcome
 from sglang_gemma4_yoco.patched import patched
-from sglang_gemma4_yoco.prefill_exits import exit_setup
+from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits
 from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward
 
 pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
@@ -83,12 +83,19 @@ def engine(captured_engine: Engine) -> Iterator[Engine]:
     """Yield the captured engine in its initial state."""
     yield captured_engine
     state = state_of(captured_engine)
-    state.unsupported, state.failures_in_a_row = None, 0
+    state.off_because, state.failures_in_a_row = None, 0
     if state.captured is None:
         record_tail(captured_engine, ROWS)
-    if not state.exits_are_open:
+    if not exits_of(captured_engine).are_open:
         reopened(captured_engine)
-    assert state.exits_are_open
+    assert exits_of(captured_engine).are_open
+
+
+def exits_of(engine: Engine) -> graph_exits.Exits:
+    """Return the exits of the engine's captured prefills, which it must have."""
+    exits = exit_setup.find_exits(engine.runner)
+    assert exits is not None
+    return exits
 
 
 def reopened(engine: Engine) -> str:
@@ -97,7 +104,7 @@ def reopened(engine: Engine) -> str:
     exit_setup.open_exits(engine.runner, state_of(engine))
     fact = state_of(engine).report.exits
     assert fact is not None
-    if state_of(engine).exits_are_open:
+    if exits_of(engine).are_open:
         assert fact.startswith(f"open after {TO_THE_EXIT} segments")
         return ""
     assert fact.startswith("closed: ")
@@ -124,8 +131,8 @@ def test_random_batches(engine: Engine) -> None:
     property_()
     assert outcomes.count(counters.EXIT_CAPTURED) >= 5
     assert outcomes.count(counters.EXIT_SKIPPED) >= 1
-    assert outcomes.count(eligibility.TAIL_NOT_CAPTURED) >= 5
-    assert not {eligibility.EXITS_CLOSED, plan.NOT_PLANNED, counters.FAILED} & set(outcomes)
+    assert outcomes.count(graph_exits.TAIL_NOT_CAPTURED) >= 5
+    assert not {graph_exits.EXITS_CLOSED, planning.NOT_PLANNED, counters.FAILED} & set(outcomes)
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
@@ -163,7 +170,7 @@ def test_memory_is_not_lent_while_segments_run(
 @pytest.mark.parametrize("are_open", [True, False])
 def test_media_run_eagerly(engine: Engine, are_open: bool) -> None:
     """The graph embeds text by ids, and has no input for an image."""
-    state_of(engine).exits_are_open = are_open
+    exits_of(engine).are_open = are_open
     picture = MediaPrompt("<|image|>a picture of what", size=(336, 480))
     scheduled = media_batch(engine, picture)
     assert prefill_exits.is_replayed(scheduled.extend_num_tokens)
@@ -278,9 +285,9 @@ def assert_closed(engine: Engine) -> None:
     """Assert that SGLang's graph runs to its end with the fast path on, without a plan for it."""
     batch = engine.schedule(FULL)
     stock = run(engine, batch)
-    with mock.patch.object(graphs.Bucket, "plan", side_effect=InjectedError):
+    with mock.patch.object(graphs.Bucket, "fill", side_effect=InjectedError):
         seen = run(engine, batch, fast=True)
-    assert (seen.segments, seen.outcomes) == (WHOLE, {eligibility.EXITS_CLOSED: 1})
+    assert (seen.segments, seen.outcomes) == (WHOLE, {graph_exits.EXITS_CLOSED: 1})
     assert torch.equal(seen.logits, stock.logits)
     assert all(map(torch.equal, seen.cache, stock.cache))
 
@@ -303,7 +310,7 @@ def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
     """An exit that was not compared, or whose comparison failed, stays closed."""
     for owner, name in ((ExitForward, "fast"), (exit_check, "compare_exit")):
         with mock.patch.object(owner, name, side_effect=InjectedError):
-            assert exit_check.NOT_TAKEN in reopened(engine)
+            assert exit_setup.NOT_TAKEN in reopened(engine)
     with (
         mock.patch.object(SyntheticRequests, "run", side_effect=InjectedError),
         pytest.raises(InjectedError),
@@ -329,7 +336,7 @@ def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> Non
         state.captured.drop(rows)
     with found_by_exits() as compared:
         assert reopened(engine) == ""
-    assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [1]
+    assert [call.args[1].kept_batch.kept.count for call in compared.call_args_list] == [1]
     lifecycle.drop_tail(state, "fewer rows")
 
 
@@ -340,7 +347,7 @@ def test_a_tail_that_is_not_captured(engine: Engine) -> None:
         assert reopened(engine) == ""
     assert [call.args[1].runner for call in compared.call_args_list] == [None]
     with patched(compat.batch, MARKS_CHUNKS=False):
-        assert exit_check.NOT_TAKEN in reopened(engine)
+        assert exit_setup.NOT_TAKEN in reopened(engine)
 
 
 # ---------------------------------------------------------------- audited
@@ -375,13 +382,10 @@ def test_graphs_that_are_captured_again(engine: Engine) -> None:
     for output in outputs:
         output.fill_(torch.nan)
     new = SimpleNamespace(can_run_graph=None, execute=None, backend=copy.copy(prefills.backend))
-    with (
-        mock.patch.object(runner, "prefill_cuda_graph_runner", new),
-        exit_setup.repair_capture(runner, state_of(engine)),
-    ):
-        pass
+    with mock.patch.object(runner, "prefill_cuda_graph_runner", new):
+        exit_setup.add_closed_exits(runner, state_of(engine))
+        assert not exits_of(engine).are_open
     assert all(output.isfinite().all() for output in outputs)
-    assert state_of(engine).exits_are_open is False
 
 
 def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +438,7 @@ def test_the_repair_lasts_while_sglang_captures(
         assert what_is_repaired() == [setting] * 3
     assert ("SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 disables the fix" in caplog.text) is setting
     assert (compat.captured_prefills.SHARED_LAYER_IDS in caplog.text) is setting
-    with patched(state, unsupported="data-parallel attention"), capturing():
+    with patched(state, off_because="data-parallel attention"), capturing():
         assert not any(what_is_repaired())
     assert not any(what_is_repaired())
 
@@ -445,9 +449,8 @@ def test_graphs_that_get_no_exits_are_not_used(engine: Engine) -> None:
     with (
         mock.patch.object(exit_setup, "add_exits", side_effect=InjectedError),
         pytest.raises(InjectedError),
-        exit_setup.repair_capture(captured, state_of(engine)),
     ):
-        pass
+        exit_setup.add_closed_exits(captured, state_of(engine))
     assert captured.prefill_cuda_graph_runner is None
 
 
@@ -460,5 +463,5 @@ def test_closing_drops_captured_prefills(engine: Engine) -> None:
         assert runner.prefill_cuda_graph_runner is None
     finally:
         runner.prefill_cuda_graph_runner = before
-        state.attach(plan.plan_batch)
+        state.attach(planning.plan_batch)
         state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))

@@ -34,7 +34,7 @@ from harness.batches import batch_of
 from harness.call_sites import PACKAGE, SGLANGS, call_of, is_of_package
 from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
-from harness.forwards import ENGINE, InjectedError, attention_of, outcomes, state_of, times
+from harness.forwards import ENGINE, InjectedError, backends_of, outcomes, state_of, times
 from harness.observe import TOLERANCE, fields_of, without_padding
 from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
@@ -48,8 +48,8 @@ from sglang_gemma4_reference.engine import (
 from sglang_gemma4_reference.row_trace import batch_given
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.prefill_exits import exit_setup
+from sglang_gemma4_yoco.startup import checked, graphs_captured, guard
 
 pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
 
@@ -175,26 +175,26 @@ def set_up(engine: Engine, part: str) -> None:
         if part == "check":
             state.report.check = None
         else:
-            without.enter_context(
-                mock.patch.object(runner_setup, "_check_start", return_value=None)
-            )
+            without.enter_context(mock.patch.object(checked, "_check_model"))
         if part != "exits":
             without.enter_context(mock.patch.object(exit_setup, "open_exits"))
-        without.enter_context(runner_setup.guarded("its setup failed", [engine.text_model]))
-        runner_setup.set_up(engine.runner, state)
+        without.enter_context(guard.guarded("its setup failed", [engine.text_model]))
+        graphs_captured.set_up(engine.runner, engine.text_model)
 
 
 def turn_on(engine: Engine) -> None:
     """Turn on again what earlier failures turned off; reset counters and log."""
     state = state_of(engine)
-    state.unsupported, state.after_cut, state.failures_in_a_row = None, None, 0
+    state.off_because, state.after_cut, state.failures_in_a_row = None, None, 0
     state.report.check = state.report.check or {}
     state.serves = True
     if state.captured is None:
         set_up(engine, "capture")
-    if not state.exits_are_open:
+    exits = exit_setup.find_exits(engine.runner)
+    assert exits is not None
+    if not exits.are_open:
         set_up(engine, "exits")
-    assert state.unsupported is None
+    assert state.off_because is None
     reset_log()
 
 
@@ -273,15 +273,16 @@ def served_by_stock(engine: Engine, way: Way) -> Served:
 
 def what_lives(engine: Engine) -> dict[str, Any]:
     """Return the attributes of everything that outlives a forward, by owner and name."""
-    runner, state, attention = engine.runner, state_of(engine), attention_of(engine)
+    runner, state, backends = engine.runner, state_of(engine), backends_of(engine)
     prefills = runner.prefill_cuda_graph_runner
     owners = dict(runner.model.named_modules()) | {
         "state": state,
         "runner": runner,
         "runner's backend": runner.attn_backend,
-        "tail's backend": attention.tail,
+        "tail's backend": backends.tail_backend,
         "prefills": prefills,
         "prefills' backend": prefills.backend,
+        "exits": exit_setup.find_exits(runner),
         "pool": runner.token_to_kv_pool,
     }
     found: dict[str, Any] = {"context": forward_context.has_forward_context()}
@@ -360,7 +361,7 @@ def serve_failing(
 
 
 # Set by the start itself.
-SET_UP = (*("state.captured", "state.unsupported", "state.exits_are_open"),)
+SET_UP = (*("state.captured", "state.off_because", "exits.are_open"),)
 
 
 def start_failing(engine: Engine, part: str, site: Site, error: type[BaseException]) -> None:
@@ -372,7 +373,7 @@ def start_failing(engine: Engine, part: str, site: Site, error: type[BaseExcepti
     assert_nothing_else_changed(engine, before, *SET_UP)
     assert not counters.served.forwards
     if site.phase in ("capture", "graphs compared"):
-        assert state_of(engine).unsupported is None, "the tail can still run eagerly"
+        assert state_of(engine).off_because is None, "the tail can still run eagerly"
     for way in (WAYS["captured"], WAYS["exit"]):
         stock, seen = served_by_stock(engine, way), serve(engine, way, nullcontext())
         torch.testing.assert_close(seen.answer, stock.answer, atol=TOLERANCE, rtol=0)

@@ -42,7 +42,7 @@ def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             right = stock(*args, **kwargs)
-            is_stock = state_of(engine).unsupported  # it runs as if it were refused
+            is_stock = state_of(engine).off_because  # it runs as if it were refused
             return right if is_stock else wrong(right)
 
         return patched(owner, forward=forward)
@@ -137,7 +137,7 @@ def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatc
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer is model.layers[LAYER] and not state_of(sharp).unsupported:
+        if layer is model.layers[LAYER] and not state_of(sharp).off_because:
             return kwargs["hidden_states"]
         return stock(layer, *args, **kwargs)
 

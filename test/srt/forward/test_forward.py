@@ -21,7 +21,7 @@ from harness.forwards import (
     assert_fast,
     assert_served_by_stock,
     assert_untouched,
-    attention_of,
+    backends_of,
     failing,
     norms_that_add_in_place,
     outcomes,
@@ -42,8 +42,8 @@ from sglang_gemma4_yoco import counters, log
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.core.interfaces import Plan
-from sglang_gemma4_yoco.core.plan import PLAN_ENTRY
+from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.planning import PLAN_ENTRY
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -163,7 +163,7 @@ def test_a_forward_that_never_calls_its_norm(
 
     Later batches are not cut: the fast path is off, with this reason.
     """
-    state, main = state_of(engine), attention_of(engine).main
+    state, main = state_of(engine), backends_of(engine).main_backend
     monkeypatch.setattr(state, "after_cut", mock.Mock(side_effect=AssertionError("an audit")))
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     model, ends = engine.text_model, []
@@ -179,8 +179,8 @@ def test_a_forward_that_never_calls_its_norm(
         assert forward.serve_forward(state, batch, run_by_hand)[0] == 2
     assert ends == [FIRST_CUT, LAYERS]
     assert planned_for(batch) is None
-    assert str(state.unsupported) == core_model.OTHER_END
-    assert outcomes() == {state.unsupported: 1}
+    assert str(state.off_because) == core_model.OTHER_END
+    assert outcomes() == {state.off_because: 1}
     assert_untouched(engine)
 
 
@@ -240,7 +240,7 @@ def test_decode_goes_straight_through(
     engine: Engine, caplog: pytest.LogCaptureFixture, said: Callable[..., list[str]]
 ) -> None:
     """Eligibility is not checked, no tail is planned, nothing is counted or logged."""
-    attention, steps = attention_of(engine), []
+    backends, steps = backends_of(engine), []
     for switch in ("0", "1"):
         scheduled = engine.schedule(batch_of((0, 20), (0, 8)))
         run(engine, scheduled, switch)
@@ -248,7 +248,7 @@ def test_decode_goes_straight_through(
         caplog.clear()
         with (
             mock.patch.object(eligibility, "check_eligibility") as gated,
-            mock.patch.object(attention.tail, "init_forward_metadata") as planned,
+            mock.patch.object(backends.tail_backend, "init_forward_metadata") as planned,
             caplog.at_level("DEBUG", log.logger.name),
         ):
             steps.append(step(engine, scheduled, [30, 31], switch))
@@ -258,5 +258,5 @@ def test_decode_goes_straight_through(
         assert said(logging.DEBUG) == []
     stock, fast = steps
     assert fast.rows == stock.rows == [2] * LAYERS
-    assert set(map(id, fast.backends)) == {id(attention.main)}
+    assert set(map(id, fast.backends)) == {id(backends.main_backend)}
     assert_same_answers(stock, fast, TOLERANCE)

@@ -31,11 +31,12 @@ from harness.random_batches import PROPERTIES, holds
 from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n as reference
 from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco.admission import runner_parts
 from sglang_gemma4_yoco.compat import backends
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
-from sglang_gemma4_yoco.loading import runner_setup, unsupported
 from sglang_gemma4_yoco.models import gemma3n, gemma4
+from sglang_gemma4_yoco.startup import graphs_captured
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -160,16 +161,19 @@ def test_flashinfer() -> None:
     """It cannot run here."""
     module, _, name = backends.FLASHINFER.rpartition(".")
     kind = type(name, (), {"__module__": module})
-    assert unsupported.find_backend_reason(kind(), gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
+    assert (
+        runner_parts.find_backend_reason(kind(), gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
+    )
 
 
 def test_no_exit_is_noted_in_captured_prefills(engine: Engine) -> None:
     """Exits of these models are untested: their captured prefills run to their end."""
     with (
         prefill_graphs(Backend.BREAKABLE, "breakable"),
-        runner_setup.set_up_after_capture(engine.runner, engine.text_model),
+        graphs_captured.prepare_capture(engine.runner, engine.text_model),
     ):
         assert "forward" not in vars(engine.text_model.layers[CUT])
+    graphs_captured.set_up(engine.runner, engine.text_model)
     assert_fast(engine)
 
 

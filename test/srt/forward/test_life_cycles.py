@@ -38,7 +38,7 @@ from sglang_gemma4_reference.recorder import RecordedGraph
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.prefill_exits import graph_exits
 
 pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
 
@@ -319,9 +319,9 @@ def test_slots_that_others_read_are_not_borrowed_at_a_recapture(
     ):
         capture_decode_steps(engine)
     assert table._version == written
-    assert f"Gemma 4 fast prefill: the tail runs eagerly: {eager}" in said()
+    assert f"YOCO fast prefill: the tail runs eagerly: {eager}" in said()
     seen = run(engine, engine.schedule(TO_THE_EXIT), fast=True)
-    assert seen.outcomes == {eligibility.TAIL_NOT_CAPTURED: 1}
+    assert seen.outcomes == {graph_exits.TAIL_NOT_CAPTURED: 1}
     assert assert_served_alike(engine, WITHOUT_A_BUCKET) == counters.TAIL_EAGER
     capture_decode_steps(engine)
     assert table._version > written

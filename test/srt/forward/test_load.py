@@ -18,9 +18,10 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_gemma4_yoco import compat, log, plugin, settings
+from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.model import TextModelAdapter
-from sglang_gemma4_yoco.loading import patch, third_party
 from sglang_gemma4_yoco.models import registry
+from sglang_gemma4_yoco.startup import patch, reports, runner_methods
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server", "forgotten_reports")
 
@@ -33,7 +34,7 @@ def list_cut() -> list[str]:
     """Return the text models whose forward is this package's."""
     found = []
     for text_model, name in FORWARDS:
-        if third_party.is_ours(vars(text_model).get(name)):
+        if forward.is_wrapped(vars(text_model).get(name)):
             found.append(text_model.__name__)
     return found
 
@@ -41,7 +42,7 @@ def list_cut() -> list[str]:
 def of_sglang() -> list[Any]:
     """Return the functions to be wrapped."""
     found: list[Any] = []
-    for owner, name in (*patch.WRAPPED, *FORWARDS):
+    for owner, name in (*runner_methods.WRAPPED, *FORWARDS):
         found.append(getattr(owner, name))
     return found
 
@@ -125,13 +126,13 @@ def test_fields_that_are_gone(
     assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
 
 
-@pytest.mark.parametrize("place", patch.WRAPPED, ids=lambda place: place[1])
+@pytest.mark.parametrize("place", runner_methods.WRAPPED, ids=lambda place: place[1])
 def test_a_method_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: tuple[type, str]
 ) -> None:
     """No other method is wrapped then."""
     owner, name = place
-    wrapped = dict(patch.WRAPPED)
+    wrapped = dict(runner_methods.WRAPPED)
     wrapped[owner, f"{name}_by_another_name"] = wrapped.pop(place)
     before = of_sglang()
     with monkeypatch.context() as gone:
@@ -148,7 +149,7 @@ def test_a_method_used_only_for_reporting_is_gone(
     monkeypatch: pytest.MonkeyPatch, said: Callable[..., list[str]], path: str
 ) -> None:
     """Prefills are still cut, and a warning says that a server cannot report it."""
-    monkeypatch.setattr(patch, "OPTIONAL", {(path, "no_method"): None})
+    monkeypatch.setattr(reports, "OPTIONAL", {(path, "no_method"): None})
     plugin.load()
     assert plugin.why_not_installed is None
     assert list_cut() == ALL

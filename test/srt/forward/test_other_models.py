@@ -21,10 +21,10 @@ from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, log
+from sglang_gemma4_yoco.admission import arguments, order
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.core import state
-from sglang_gemma4_yoco.loading import runner_setup, unsupported
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -47,7 +47,7 @@ def assert_never_touched(engine: Engine) -> None:
 
 def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, replace(E2B_TINY, kv_shared_layers=0, layers=5))
-    assert runner_setup.find_model_reason(engine.text_model) == runner_setup.NO_SHARED_LAYERS
+    assert order.find_model_reason(engine.text_model) == order.NO_SHARED_LAYERS
     assert_never_touched(engine)
 
 
@@ -105,7 +105,7 @@ def test_a_model_of_which_sglang_lacks_a_name(
             assert_fast(engine)
         else:
             [reason] = report.refusals
-            assert reason == str(state_of(engine).unsupported)
+            assert reason == str(state_of(engine).off_because)
             assert f" lacks {name}(...): prefills of Gemma4TextModel run as stock. " in reason
             assert_stock(engine, reason)
     find_missing.cache_clear()
@@ -145,7 +145,7 @@ def test_experts_in_the_tail_are_refused(tiny_checkpoint: Path, tmp_path: Path) 
     file.write_text(json.dumps(config))
     engine = Engine(tmp_path / "experts", **ENGINE, load_format="dummy")
     assert engine.text_model.layers[-1].moe is not None
-    assert state_of(engine).unsupported == ServerRefusal(EXPERTS)
+    assert state_of(engine).off_because == ServerRefusal(EXPERTS)
     assert_stock(engine, EXPERTS)
 
 
@@ -160,5 +160,5 @@ def test_an_embedding_server_is_refused(
         if "fast prefill" in m and "is installed" not in m:
             said.append(m)
     assert said == []
-    assert state_of(engine).attention is None
-    assert_stock(engine, unsupported.EMBEDDINGS)
+    assert state_of(engine).backends is None
+    assert_stock(engine, arguments.EMBEDDINGS)

@@ -23,12 +23,13 @@ from harness.observe import TOLERANCE, assert_same_answers, run
 from harness.own_fast_prefill import MODEL
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat, counters, plugin
+from sglang_gemma4_yoco import compat, counters, metrics, plugin
+from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.commands import preflight, status
 from sglang_gemma4_yoco.commands.console import Report
-from sglang_gemma4_yoco.loading import metrics, patch, unsupported
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.patched import patched
+from sglang_gemma4_yoco.startup import patch
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -66,31 +67,31 @@ def test_with_the_flag_on_sglang_serves(
             stock = run(engine, scheduled, "1")
         fast = run(engine, scheduled, "1")
         state = metrics.describe_state()
-        assert state_of(engine).attention is None
+        assert state_of(engine).backends is None
     assert stock.rows == whole(ROWS)
     assert fast.rows == [ROWS] * FIRST_SHARED + [len(TWO_PROMPTS)] * (LAYERS - FIRST_SHARED)
     assert_same_answers(stock, fast, TOLERANCE)
-    assert outcomes() == {unsupported.SGLANG_SERVES: 2}
+    assert outcomes() == {arguments.SGLANG_SERVES: 2}
     [line] = [line for line in said() if " is installed" not in line]
-    assert line.endswith(f"for this server: {unsupported.SGLANG_SERVES}")
+    assert line.endswith(f"for this server: {arguments.SGLANG_SERVES}")
     assert "--kv-sharing-fast-prefill" in line
     assert (state["active"], state["fast_prefill"]) == (False, "SGLang")
-    assert status.verdict([state]) == (False, unsupported.SGLANG_SERVES.text)
+    assert status.verdict([state]) == (False, arguments.SGLANG_SERVES.text)
 
 
 def test_with_the_flag_on_sglang_serves_in_any_release(tiny_checkpoint: Path) -> None:
     """A release after the last tested one counts too: it is likely to have the flag."""
     newer = mock.patch.object(compat.release, "LAST_TESTED", Version("0.5.0"))
     with newer, started(tiny_checkpoint, flag=True) as engine:
-        assert state_of(engine).unsupported == unsupported.SGLANG_SERVES
+        assert state_of(engine).off_because == arguments.SGLANG_SERVES
         assert metrics.describe_state()["fast_prefill"] == "SGLang"
     with newer, started(tiny_checkpoint, flag=False) as engine:
-        assert state_of(engine).unsupported == unsupported.find_release_reason()
+        assert state_of(engine).off_because == arguments.find_release_reason()
 
 
 @pytest.mark.parametrize(
     ("flag", "refusals"),
-    [(False, []), (True, [unsupported.SGLANG_SERVES.text])],
+    [(False, []), (True, [arguments.SGLANG_SERVES.text])],
 )
 def test_doctor_says_which_one_serves(
     tiny_checkpoint: Path, flag: bool, refusals: list[str]

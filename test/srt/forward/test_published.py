@@ -15,7 +15,7 @@ import torch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from harness.batches import BATCHES, batch_of
-from harness.forwards import attention_of, times
+from harness.forwards import backends_of, times
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 @pytest.fixture
 def planned(engine: Engine) -> Iterator[Any]:
     """Yield a planned intermediate chunk of one prompt, inside a forward's context."""
-    main = attention_of(engine).main
+    main = backends_of(engine).main_backend
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     batch.contains_last_prefill_chunk = False
     main.init_forward_metadata(batch)
@@ -41,7 +41,7 @@ def test_the_prs_helper_plans_the_tail_of_an_intermediate_chunk(
     engine: Engine, planned: Any
 ) -> None:
     """The package runs none of it; the caller gets its attention plan, and the residual's rows."""
-    main, plans = attention_of(engine).main, list[list[int]]()
+    main, plans = backends_of(engine).main_backend, list[list[int]]()
     hidden = torch.randn(len(planned.input_ids), E2B_TINY.hidden_size)
 
     def note(batch: Any) -> None:

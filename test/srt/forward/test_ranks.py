@@ -36,10 +36,12 @@ from sglang_gemma4_reference import gemma3n, recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco.admission import order
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
-from sglang_gemma4_yoco.core import eligibility, ranks, state
-from sglang_gemma4_yoco.loading import runner_setup as starting
+from sglang_gemma4_yoco.core import ranks, state
+from sglang_gemma4_yoco.prefill_exits import graph_exits
 from sglang_gemma4_yoco.refusal import ServerRefusal
+from sglang_gemma4_yoco.startup import backends_built, graphs_captured
 
 RANKS = 2
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
@@ -69,9 +71,9 @@ def assert_stock(engine: Engine, reason: object) -> None:
     assert fast.rows == stock.rows == whole(70)
     known = state.find_state(engine.text_model)
     assert known is not None
-    assert str(known.unsupported).startswith(str(reason))
+    assert str(known.off_because).startswith(str(reason))
     if reason == ranks.NOT_ALIKE:
-        assert known.attention is None  # nothing is planned for a tail, and its memory is free
+        assert known.backends is None  # nothing is planned for a tail, and its memory is free
 
 
 def with_exits(rank: int, port: int, path: Path) -> None:
@@ -85,7 +87,7 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED | {"cuda_graph_bs_prefill": [bucket]})
         with one_graph_that_differs(rank):
-            assert record_tail(engine, ROWS).rows == (1, 4)
+            assert record_tail(engine, ROWS).sizes == (1, 4)
         record_tail(engine, ROWS)
         outcomes = []
         for prompts in BATCHES.values():
@@ -93,7 +95,7 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     assert outcomes == [
         counters.EXIT_CAPTURED,
         counters.EXIT_CAPTURED,
-        eligibility.TAIL_NOT_CAPTURED,
+        graph_exits.TAIL_NOT_CAPTURED,
         counters.EXIT_SKIPPED,
     ]
     mine = torch.full((1, 2), float(rank))  # as the logits of a decode step are
@@ -151,7 +153,7 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
         mock.patch.object(checking, "check_model", check),
         pytest.raises((MemoryError, RuntimeError), match=gone),
     ):
-        starting.set_up(engine.runner, state)
+        graphs_captured.set_up(engine.runner, engine.text_model)
 
 
 def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
@@ -180,7 +182,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
     state.serves = False
     state.report.check = None
     with mock.patch.object(checking, "check_model", differing):
-        starting.set_up(engine.runner, state)
+        graphs_captured.set_up(engine.runner, engine.text_model)
     assert [checked.agrees for checked in found] == [True]
     assert (result_of_check(state)["compared"] == "this rank's") == (rank == 1)
     assert_stock(engine, checking.CHECK_FAILED)
@@ -192,7 +194,7 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
         engine.runner.init_attention_backends()
     assert state_of(engine).report.check is None
     assert_stock(engine, ranks.NOT_ALIKE)
-    with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
+    with mock.patch.object(order, "__version__", f"0.{rank}"):  # another version of ours
         engine.runner.init_attention_backends()
     assert_stock(engine, ranks.NOT_ALIKE)
 
@@ -205,12 +207,12 @@ def with_a_norm_that_is_called_differently(engine: Engine) -> None:
     batch = engine.schedule(ONE_PROMPT)
     trusted = settings.changed(trust=(norm_called.__module__,))  # to be taken for SGLang's own
     with trusted, norm_called(engine, with_one_argument_more):
-        assert state_of(engine).unsupported is None
+        assert state_of(engine).off_because is None
         assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
         assert_stock(engine, core_model.OTHER_END)
         engine.runner.init_attention_backends()  # as when a server starts
-        assert state_of(engine).unsupported is None
-        starting.set_up(engine.runner, state_of(engine))
+        assert state_of(engine).off_because is None
+        graphs_captured.set_up(engine.runner, engine.text_model)
         assert_stock(engine, core_model.OTHER_END)
 
 
@@ -222,11 +224,11 @@ def with_audits(rank: int, engine: Engine) -> None:
     with settings.changed(audit=1, audit_strict=True):
         engine.runner.init_attention_backends()
         state = state_of(engine)
-        starting.set_up(engine.runner, state)
-        assert state.unsupported is None
+        graphs_captured.set_up(engine.runner, engine.text_model)
+        assert state.off_because is None
         scheduled, fast = engine.schedule(ONE_PROMPT), cut(70, 1)
         assert run(engine, scheduled, "1").rows == [*fast, *whole(70), *fast[FIRST_CUT:]]
-        assert (counters.served.audits.agree, counters.served.audits.differ) == (1, 0)
+        assert (counters.served.audits.agrees, counters.served.audits.differs) == (1, 0)
         stock = gemma4.compute_keys_and_values
 
         def other(*args: Any) -> Any:
@@ -235,7 +237,7 @@ def with_audits(rank: int, engine: Engine) -> None:
 
         with mock.patch.object(gemma4, "compute_keys_and_values", other):
             run(engine, scheduled, "1")
-        assert (counters.served.audits.agree, counters.served.audits.differ) == (1, 1)
+        assert (counters.served.audits.agrees, counters.served.audits.differs) == (1, 1)
         assert_stock(engine, audit.DIFFERED)
 
 
@@ -294,8 +296,7 @@ def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
     with (
         releases.published(nnodes=2),
         mock.patch.object(ranks, "find_difference", side_effect=AssertionError),
-        starting.start_model(engine.runner, engine.text_model),
     ):
-        pass
-    refusal = state_of(engine).unsupported
+        backends_built.start_model(engine.runner, engine.text_model)
+    refusal = state_of(engine).off_because
     assert refusal == ServerRefusal("ranks on several machines")

@@ -51,8 +51,8 @@ def test_a_refused_server_logs_why_and_plans_nothing(
 ) -> None:
     restarted(enable_deterministic_inference=True)
     reason = "deterministic inference"
-    assert said() == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
-    assert state_of(engine).attention is None
+    assert said() == [f"YOCO fast prefill falls back to stock for this server: {reason}"]
+    assert state_of(engine).backends is None
     assert_stock(engine, reason)
     restarted()
     assert_fast(engine)

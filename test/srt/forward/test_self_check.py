@@ -39,7 +39,8 @@ from harness.layer_rows import FIRST_SHARED, LAYERS
 from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco import compat, counters, metrics, settings
+from sglang_gemma4_yoco.admission import runner_parts
 from sglang_gemma4_yoco.checking import layerwise
 from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.checking.self_check import CheckResult
@@ -48,9 +49,9 @@ from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.loading import metrics, patch, runner_setup, unsupported
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.prefill_exits import exit_setup
+from sglang_gemma4_yoco.startup import graphs_captured, guard, runner_methods
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -196,7 +197,7 @@ def started(engine: Engine) -> Iterator[ModelState]:
 
 def capture(engine: Engine) -> None:
     """Run the steps after SGLang's own captures."""
-    runner_setup.set_up(engine.runner, state_of(engine))
+    graphs_captured.set_up(engine.runner, engine.text_model)
 
 
 def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list[str], list[str]]:
@@ -282,9 +283,9 @@ def test_a_server_that_cannot_be_checked_is_stock(
 
 def test_a_start_that_fails_is_stock(engine: Engine, said: Callable[..., list[str]]) -> None:
     """SGLang continues; the next start tries the fast path again."""
-    with mock.patch.object(unsupported, "find_pool_reason", side_effect=InjectedError):
+    with mock.patch.object(runner_parts, "find_pool_reason", side_effect=InjectedError):
         engine.runner.init_attention_backends()
-    assert_stock(engine, runner_setup.NOT_SET_UP)
+    assert_stock(engine, guard.NOT_SET_UP)
     assert "InjectedError" in said(logging.ERROR)[-1]
     engine.runner.init_attention_backends()
     assert_fast(engine)
@@ -295,13 +296,14 @@ def test_a_capture_of_sglangs_goes_on(
     started: ModelState, engine: Engine, said: Callable[..., list[str]], part: str
 ) -> None:
     captured = list[Any]()
-    capture_graphs = patch.WRAPPED[compat.names.ModelRunner, "init_cuda_graphs"](captured.append)
+    wrap = runner_methods.WRAPPED[compat.names.ModelRunner, "init_cuda_graphs"]
+    capture_graphs = wrap(captured.append)
     with mock.patch.object(exit_setup, part, side_effect=InjectedError):
         capture_graphs(engine.runner)
     assert captured == [engine.runner]
-    assert started.unsupported == runner_setup.NOT_SET_UP
+    assert started.off_because == guard.NOT_SET_UP
     assert "could not be set up; InjectedError" in said(logging.ERROR)[-1]
-    assert_stock(engine, runner_setup.NOT_SET_UP)
+    assert_stock(engine, guard.NOT_SET_UP)
 
 
 def test_samples_are_those_of_a_server_without_the_check(
@@ -316,12 +318,8 @@ def test_samples_are_those_of_a_server_without_the_check(
     wanted = torch.rand(8)
     torch.manual_seed(7)
     hook = engine.text_model.layers[0].register_forward_hook(draw)
-    with (
-        hook,
-        counted(engine) as forwards,
-        runner_setup.set_up_after_capture(engine.runner, engine.text_model),
-    ):
-        pass
+    with hook, counted(engine) as forwards:
+        graphs_captured.set_up(engine.runner, engine.text_model)
     assert len(forwards) == LAST
     assert result_of_check(started)["unchecked"] is None
     assert torch.equal(torch.rand(8), wanted)

@@ -25,11 +25,11 @@ from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_stock, state_of
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import metrics
 from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.checking import synthetic_requests
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.loading import metrics
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -90,7 +90,7 @@ def test_windows_that_no_prompt_exceeds(
     """The longest prompt is within the window: the check is complete without a longer one."""
     engine = start_engine(path, disable_hybrid_swa_memory=True, **arguments)
     assert find_wrong_windows(engine) == found
-    assert state_of(engine).unsupported is None
+    assert state_of(engine).off_because is None
 
 
 def test_what_has_no_room_is_not_cut(path: Path, said: Callable[..., list[str]]) -> None:
@@ -110,7 +110,7 @@ def test_two_short_prompts_have_no_room_beside_each_other(path: Path) -> None:
     """A real server always has room for both."""
     for tokens, is_whole in ((13, False), (14, True)):
         engine = start_engine(path, disable_hybrid_swa_memory=True, max_total_tokens=tokens)
-        assert (state_of(engine).unsupported is None) == is_whole
+        assert (state_of(engine).off_because is None) == is_whole
 
 
 def test_a_captured_tail_with_less_room_than_the_table(path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_captured_tail_with_less_room_than_the_table(path: Path) -> None:
     with recorded_decode_steps(engine):
         tail = state_of(engine).captured
         assert tail is not None, state_of(engine).report
-        assert tail.rows == (1, 2)
+        assert tail.sizes == (1, 2)
         assert checked(engine).agrees
         with BREAKAGES["a stale input of graphs: lengths"](state_of(engine)) as applies:
             assert applies

@@ -34,8 +34,8 @@ from harness.random_batches import PROPERTIES, holds
 from sglang_gemma4_reference.checkpoint import build_tokenizer
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters, settings
-from sglang_gemma4_yoco.loading import patch
 from sglang_gemma4_yoco.models import registry
+from sglang_gemma4_yoco.startup import patch
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

@@ -22,9 +22,9 @@ from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_fast, assert_stock, outcomes, state_of
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import self_check as check
-from sglang_gemma4_yoco.loading import unsupported
 from sglang_gemma4_yoco.patched import patched
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -64,11 +64,11 @@ def test_with_the_setting_it_extends_eagerly(
     """The check passes first; the tail is eager although SGLang's decode steps are captured."""
     untested(untested=True)
     state = state_of(engine)
-    assert (state.unsupported, state.captured) == (None, None)
+    assert (state.off_because, state.captured) == (None, None)
     assert result_of_check(state)["compared"] is not None
-    assert state.report.tail == f"eager ({lifecycle.NOT_DECODING})"
+    assert state.report.tail_mode == f"eager ({lifecycle.NOT_DECODING})"
     [warning] = said(logging.WARNING)
-    assert warning.endswith(f"SGLANG_GEMMA4_YOCO_UNTESTED=1: {unsupported.RUNS_UNTESTED}")
+    assert warning.endswith(f"SGLANG_GEMMA4_YOCO_UNTESTED=1: {arguments.RUNS_UNTESTED}")
     assert_fast(engine, PROMPTS, tail_mode="EXTEND")
     assert outcomes() == {counters.TAIL_EAGER: 1}
     with recorded_decode_steps(engine):  # as for new weights, while it serves
@@ -95,7 +95,7 @@ def broken(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_without_the_check_it_is_stock(engine: Engine, untested: Callable[..., None]) -> None:
     untested(untested=True, self_check=False)
-    reason = state_of(engine).unsupported
+    reason = state_of(engine).off_because
     assert reason is not None
     needs = "SGLANG_GEMMA4_YOCO_UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF_CHECK=1"
     assert reason.text.endswith(needs)

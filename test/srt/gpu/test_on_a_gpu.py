@@ -38,7 +38,7 @@ from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import Bucket, TailGraphs
 from sglang_gemma4_yoco.checking import tail_graphs
-from sglang_gemma4_yoco.loading import runner_setup
+from sglang_gemma4_yoco.startup import graphs_captured
 
 # Around the window of 512, and where SGLang changes kernels. A key more or less in a window is
 # below rounding in bf16: the layer by layer check and the tests on a CPU see that.
@@ -182,11 +182,11 @@ def test_replayed_equals_eager_bit_for_bit(engine: Engine, tail: TailGraphs) -> 
         inputs.requests.zero_()
         inputs.lengths.fill_(1)
 
-    for rows in tail.rows:
+    for rows in tail.sizes:
         inputs = tail.inputs[rows]
         fill(inputs)
         bucket = tail.buckets[rows]
-        replay = bucket.plan(inputs.make_decode_step(), torch.arange(rows))
+        replay = bucket.fill(inputs.make_decode_step(), torch.arange(rows))
         captured = bucket.replay()
         assert torch.equal(tail_graphs.run_eagerly(replay), captured), rows
 
@@ -198,7 +198,7 @@ def test_what_the_capture_costs(engine: Engine, eager: None) -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    runner_setup.set_up(engine.runner, state_of(engine))
+    graphs_captured.set_up(engine.runner, engine.text_model)
     torch.cuda.synchronize()
     used = (free - torch.cuda.mem_get_info()[0]) / 2**20
     print(f"capture: {used:.0f} MiB")
@@ -222,11 +222,11 @@ def test_a_capture_that_fails_leaves_a_working_device(
         releases.record_decode_steps(engine.runner)
     state = state_of(engine)
     assert state.captured is None
-    assert str(state.report.tail).startswith("eager (capturing failed")
+    assert str(state.report.tail_mode).startswith("eager (capturing failed")
     torch.zeros(64 << 20, device="cuda").sum().item()
     torch.multinomial(torch.rand(1, 100, device="cuda"), 1).item()  # as tokens are sampled
     assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_EAGER, rounding)
-    runner_setup.set_up(engine.runner, state)
+    graphs_captured.set_up(engine.runner, engine.text_model)
     assert captured_by(engine)
     assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_CAPTURED, rounding)
 

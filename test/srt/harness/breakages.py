@@ -21,9 +21,9 @@ import torch
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.core import cut
+from sglang_gemma4_yoco.core.kept_batch import KeptRows
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.patched import patched
 
@@ -38,12 +38,12 @@ def _is_triton(backend: Any) -> bool:
 @contextmanager
 def _window(state: ModelState, *, more: int, layers: int | None = None) -> Iterator[bool]:
     """Change the windows of the tail's first ``layers``, or of all, by ``more`` keys."""
-    assert state.attention is not None
+    assert state.backends is not None
     attentions = [layer.self_attn.attn for layer in state.tail_layers[:layers]]
     broken = set(filter(compat.attention.count_keys_in_window, attentions))
-    tail, whole_window = state.attention.tail, compat.attention.widen_window
+    tail, whole_window = state.backends.tail_backend, compat.attention.widen_window
     on_triton = _is_triton(tail)
-    if not broken or (on_triton and layers):  # whose windows are planned for all layers
+    if not broken or (on_triton and layers):  # whose metadata is that of all layers
         yield False
         return
 
@@ -57,7 +57,7 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
         return forward
 
     @contextmanager
-    def planned(backend: Any) -> Iterator[None]:  # Triton's windows are those of the plan
+    def resized_all(backend: Any) -> Iterator[None]:  # Triton's windows are in its metadata
         with whole_window(backend):
             backend.sliding_window_size += more
             try:
@@ -67,7 +67,7 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
 
     span: AbstractContextManager[object]
     if on_triton:
-        span = mock.patch.object(compat.attention, "widen_window", planned)
+        span = mock.patch.object(compat.attention, "widen_window", resized_all)
     else:
         decode, extend = resized(tail.forward_decode), resized(tail.forward_extend)
         span = patched(tail, forward_decode=decode, forward_extend=extend)
@@ -78,12 +78,12 @@ def _window(state: ModelState, *, more: int, layers: int | None = None) -> Itera
 @contextmanager
 def _other_pool(state: ModelState) -> Iterator[bool]:
     """Use slots of the full pool in the window's pool; on Triton, shift the window's by one."""
-    assert state.attention is not None
-    tail = state.attention.tail
+    assert state.backends is not None
+    tail = state.backends.tail_backend
     if not hasattr(tail.token_to_kv_pool, "full_to_swa_index_mapping"):
         yield False
         return
-    plan = compat.attention.plan_tail
+    init = compat.attention.init_tail_metadata
 
     def untranslated(stock: Callable[..., Any], *args: Any) -> Any:
         cache = stock(*args)
@@ -92,8 +92,8 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
         same = torch.arange(len(cache.window_slots)) % len(cache.keys)
         return cache._replace(window_slots=same)
 
-    def planned(backend: Any, batch: Any) -> None:
-        plan(backend, batch)
+    def shifted(backend: Any, batch: Any) -> None:
+        init(backend, batch)
         metadata = backend.forward_metadata
         # After the last request's slots the buffer holds arbitrary values.
         slots, count = metadata.window_kv_indices.clone(), int(metadata.window_kv_indptr[-1])
@@ -102,7 +102,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
 
     span: AbstractContextManager[object]
     if _is_triton(tail):
-        span = mock.patch.object(compat.attention, "plan_tail", planned)
+        span = mock.patch.object(compat.attention, "init_tail_metadata", shifted)
     else:
         span = patched(tail, _written=partial(untranslated, tail._written))
     with span:
@@ -167,7 +167,7 @@ def _scattered(
     """Scatter the rows of the tail one row too early."""
     stock(state, plan, output, *args)
     if plan.runner is not None:
-        index = plan.tail.index
+        index = plan.kept_batch.index
         kept = output.index_select(0, index)
         output.index_fill_(0, index, 0).index_copy_(0, (index - 1).clamp_min(0), kept)
 

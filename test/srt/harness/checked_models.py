@@ -234,7 +234,7 @@ def judge(
         raise SystemExit(f"{result.model}: the self-check compared nothing: {checked}")
     result.check, result.seconds = checked.worst.excess, checked.seconds
     if isinstance(state.captured, TailGraphs):
-        for size in state.captured.rows:
+        for size in state.captured.sizes:
             for one in tail_graphs.compare_graph(state.captured, runner, size):
                 result.proof = max(result.proof, one.excess)
                 result.proved += 1

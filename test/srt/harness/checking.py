@@ -57,14 +57,14 @@ def counted(engine: Engine) -> Iterator[list[list[int]]]:
 def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[ModelState]:
     """Audit the engine's prefills in the ``with`` block."""
     state = state_of(engine)
-    reason = state.unsupported
+    reason = state.off_because
     with settings.changed(audit=every, audit_strict=strict):
         state.after_cut = audit.make_auditor(engine.runner, state)
     try:
         yield state
     finally:
         state.after_cut = None
-        state.unsupported = reason
+        state.off_because = reason
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def assert_audited(engine: Engine, prompts: Sequence[Prompt], first_cut: int) ->
 
 def counts() -> tuple[int, int]:
     """Return the number of audits so far that agreed, and of those that found a defect."""
-    return counters.served.audits.agree, counters.served.audits.differ
+    return counters.served.audits.agrees, counters.served.audits.differs
 
 
 def find_defect(engine: Engine) -> str:

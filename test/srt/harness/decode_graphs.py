@@ -45,7 +45,7 @@ def record_tail(engine: Engine, rows: int) -> TailGraphs:
     with settings.changed(graph_rows=rows), recorded_decode_steps(engine):
         captured = state.captured
     assert isinstance(captured, TailGraphs), state.report
-    assert captured.rows[-1] == rows
+    assert captured.sizes[-1] == rows
     return captured
 
 

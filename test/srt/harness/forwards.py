@@ -33,8 +33,8 @@ from harness.observe import (
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
 from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core.backend_pair import BackendPair
 from sglang_gemma4_yoco.core.state import ModelState, find_state, get_state
-from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.counters import Outcome
 from sglang_gemma4_yoco.patched import patched
 
@@ -60,11 +60,11 @@ def state_of(engine: Engine) -> ModelState:
     return get_state(engine.text_model)
 
 
-def attention_of(engine: Engine) -> TailBackend:
+def backends_of(engine: Engine) -> BackendPair:
     """Return the attention of its tail."""
     state = state_of(engine)
-    attention: TailBackend | None = state.attention
-    assert attention is not None, state.unsupported
+    attention: BackendPair | None = state.backends
+    assert attention is not None, state.off_because
     return attention
 
 
@@ -135,8 +135,8 @@ def assert_untouched(engine: Engine) -> None:
         assert (model.start_layer, model.end_layer) == (0, len(model.layers))
     assert not forward_context.has_forward_context()
     state = find_state(model)
-    if state is not None and state.attention is not None:
-        assert state.attention.tail.forward_metadata is None
+    if state is not None and state.backends is not None:
+        assert state.backends.tail_backend.forward_metadata is None
 
 
 def outcomes() -> dict[Outcome, int]:

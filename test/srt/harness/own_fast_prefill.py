@@ -25,7 +25,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.forward import wrap_model_forward
-from sglang_gemma4_yoco.loading import published
+from sglang_gemma4_yoco.startup import pr27183
 
 MODEL = gemma4_causal.Gemma4TextModel
 
@@ -124,7 +124,7 @@ def added() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(states, "_attached", WeakSet())
         changed.setattr(compat.server, "ServerArgs", Arguments)
-        for helper in published.HELPERS:
+        for helper in pr27183.HELPERS:
             changed.delattr(MODEL, helper.__name__, raising=False)
         for name, one in made.items():
             changed.setattr(MODEL, name, one, raising=False)

@@ -25,8 +25,9 @@ from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switche
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
-from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP, TAIL_NOT_CAPTURED
+from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP
 from sglang_gemma4_yoco.counters import Outcome
+from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
 
 NEEDS_PREFILL_GRAPHS = pytest.mark.skipif(
     not releases.records_prefills(), reason="needs the prefill graphs of SGLang 0.5.23"

@@ -24,10 +24,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.admission import order
 from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.kept_batch import KeptBatch
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.core.tail_batch import TailBatch
-from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.refusal import Refusal
 
@@ -106,7 +106,7 @@ def model(**changes: Any) -> SimpleNamespace:
 
 def state_of(served: Any) -> ModelState:
     """Return the model's state, from its config."""
-    return ModelState(served, gemma4, runner_setup.find_model_reason(served))
+    return ModelState(served, gemma4, order.find_model_reason(served))
 
 
 def reason_of(served: Any, forward_batch: Any) -> Refusal | None:
@@ -137,6 +137,6 @@ def halved_weights(projection: Any) -> Iterator[None]:
         projection.quant_method, projection.weight.data = method, weight
 
 
-def tail_of(forward_batch: Any) -> TailBatch:
+def tail_of(forward_batch: Any) -> KeptBatch:
     """Return the tail of a batch, as it is planned for an eligible batch."""
-    return TailBatch.of(forward_batch, eligibility.find_kept_rows(forward_batch), decodes=True)
+    return KeptBatch.of(forward_batch, eligibility.find_kept_rows(forward_batch), decodes=True)

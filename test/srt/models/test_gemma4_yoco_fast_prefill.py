@@ -14,8 +14,8 @@ from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from harness.stand_ins import eligible_batch, model, reason_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat, plugin
+from sglang_gemma4_yoco.admission import order
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import runner_setup
 
 DECODES = pytest.mark.skipif(
     compat.release.is_newer_than_tested(),
@@ -73,7 +73,7 @@ TWO = batch([10, 5])
     ("served", "forward_batch", "reason"),
     [
         (model(), batch([10, 5, 7]), None),
-        (model(num_kv_shared_layers=0), batch([10, 5, 7]), runner_setup.NO_SHARED_LAYERS),
+        (model(num_kv_shared_layers=0), batch([10, 5, 7]), order.NO_SHARED_LAYERS),
         (model(), batch([10], forward_mode=ForwardMode.DECODE), "forward mode DECODE"),
         (model(layers_to_capture=[14]), TWO, eligibility.CAPTURED_LAYERS),
     ],

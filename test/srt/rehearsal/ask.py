@@ -38,7 +38,7 @@ def answer(question: str, folder: Path) -> Answer:
             return scheduler.find_races(folder, question)
         served = Engine(**engine.write_checkpoint(folder, question))
         state = state_of(served)
-        found: Answer = {"refused": state.unsupported, "facts": vars(state.report)}
+        found: Answer = {"refused": state.off_because, "facts": vars(state.report)}
         batches = asked.get("batches", serving.BATCHES)
         found["costs"] = serving.serve_all(served, asked.get("ways", []), batches)
         for part in asked.get("parts", []):

@@ -55,12 +55,12 @@ def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]
     """Return the problems in this module's batches, of which stock's costs are given."""
     state = state_of(engine)
     state.failures_in_a_row = 0
-    state.unsupported = None
+    state.off_because = None
     found: list[str] = []
     if captures:
         lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs)
         if state.captured is None:
-            found.append(f"capture: {state.report.tail}")
+            found.append(f"capture: {state.report.tail_mode}")
     for name, way in SERVED.items():
         cost = serving.serve(engine, name, way)
         if cost["failure"] is not None:

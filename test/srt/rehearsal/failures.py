@@ -55,7 +55,7 @@ def _fail_in_a_capture(engine: Engine, state: ModelState) -> Answer:
     with patched(gemma4, run_tail=failing):
         _capture(engine, state)
     found: Answer = {
-        "tail": state.report.tail,
+        "tail": state.report.tail_mode,
         "still captures": torch.cuda.is_current_stream_capturing(),
         "random numbers": list(torch.rand(1, device="cuda").shape),
         "eager": _serve(engine, EAGER),
@@ -92,6 +92,6 @@ def fail_in_each_way(engine: Engine) -> Answer:
     found["captured four times"] = _serve(engine)
     found["a capture fails"] = _fail_in_a_capture(engine, state)
     found["out of memory"] = _run_out_of_memory(engine)
-    found["refused"] = state.unsupported
+    found["refused"] = state.off_because
     found["after it"] = _serve(engine)
     return found

@@ -27,7 +27,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.checking import audit
-from sglang_gemma4_yoco.core import plan
+from sglang_gemma4_yoco.core import planning
 from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
 from sglang_gemma4_yoco.patched import patched
 
@@ -114,7 +114,7 @@ def _make_races(loop: Loop, state: ModelState) -> dict[str, AbstractContextManag
 
     replay = on_the_side(graphs.Bucket.replay)
     return {
-        "planned on a side stream": patched(plan, make_plan=on_the_side(plan.make_plan)),
+        "planned on a side stream": patched(planning, make_plan=on_the_side(planning.make_plan)),
         "replayed on a side stream": mock.patch.object(graphs.Bucket, "replay", replay),
         "without the barrier": patched(loop.scheduler, _apply_war_barrier=lambda: None),
     }
@@ -126,7 +126,7 @@ def find_races(folder: Path, question: str) -> Answer:
     state = get_attached_state()
     assert state is not None
     found: Answer = {
-        "refused": state.unsupported,
+        "refused": state.off_because,
         "start": {"accesses": loop.races.accesses, "races": dict(loop.races.found)},
         "sound": loop.serve(),
     }

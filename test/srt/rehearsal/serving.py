@@ -22,7 +22,7 @@ from rehearsal.device import Answer
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import counters, settings
-from sglang_gemma4_yoco.core import plan
+from sglang_gemma4_yoco.core import planning
 from sglang_gemma4_yoco.patched import patched
 
 STOCK, CAPTURED, EAGER = "stock", "captured", "eager"
@@ -83,7 +83,7 @@ def serve(engine: Engine, name: str, way: str) -> Answer:
         if way == STOCK:
             span.enter_context(switched("0"))
         else:
-            span.enter_context(refusing_waits(plan, "make_plan"))
+            span.enter_context(refusing_waits(planning, "make_plan"))
             span.enter_context(refusing_waits(engine.text_model, "forward"))
         if way == EAGER:
             span.enter_context(patched(state, captured=None))

@@ -239,8 +239,8 @@ def test_the_start_and_the_audits_have_no_race(ask: Ask, question: str) -> None:
     assert answer["refused"] is None
     assert answer["start"]["accesses"] > 10000
     assert answer["start"]["races"] == {}
-    assert answer["audited"]["audits"]["agree"] >= 10
-    assert answer["audited"]["audits"]["differ"] == 0
+    assert answer["audited"]["audits"]["agrees"] >= 10
+    assert answer["audited"]["audits"]["differs"] == 0
 
 
 @RELEASE

@@ -14,9 +14,9 @@ import pytest
 
 import sglang_gemma4_yoco
 from scripts.environment import REPO
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco import counters, metrics
+from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import metrics, unsupported
 from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, Refusal
 
 PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
@@ -119,7 +119,7 @@ def test_a_reason_that_nobody_gives_is_found() -> None:
     ],
 )
 def test_outcomes_that_are_explained_are_counted(page: str, after: str) -> None:
-    counted = {SERVER_UNSUPPORTED, unsupported.UNTESTED_RELEASE}
+    counted = {SERVER_UNSUPPORTED, arguments.UNTESTED_RELEASE}
     counted |= {counters.FAILED, counters.UNSEEN, *counters.CUT}
     for value in vars(eligibility).values():
         if isinstance(value, Refusal):

@@ -15,7 +15,7 @@ from scripts import plot_prefill, tables
 from scripts.dev import version_matrix
 from scripts.environment import REPO
 from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.loading import unsupported
+from sglang_gemma4_yoco.admission import arguments
 
 #: Level of evidence -> the folders of its tests in ``test/srt``.
 LEVELS = {
@@ -61,7 +61,7 @@ def test_the_evidence_is_there(mode: str) -> None:
 
 def test_every_argument_that_refuses_a_server_is_in_modes() -> None:
     page = (REPO / "docs" / "modes.md").read_text()
-    flags = map(unsupported._name_flag, unsupported.list_judged_arguments())
+    flags = map(arguments._name_flag, arguments.list_judged_arguments())
     assert [flag for flag in flags if not re.search(rf"`{flag}[ =`]", page)] == []
 
 

@@ -9,9 +9,9 @@ import pytest
 from harness.ask import generate, tokens
 from harness.layer_rows import assert_all_stock
 from harness.server import changed_package, running
+from sglang_gemma4_yoco import metrics
 from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.loading import metrics
 
 pytestmark = pytest.mark.release
 
@@ -25,7 +25,7 @@ def _narrow(tail):
     tail.forward_decode = forward_decode
     return tail
 """
-# Replacements in ``loading/runner_setup.py``: the tail's window becomes one key short, which most
+# Replacements in ``core/backend_pair.py``: the tail's window becomes one key short, which most
 # tolerances would hide.
 BUILT = "compat.attention.build_backend(runner, model.layers)"
 CHANGES = {
@@ -35,7 +35,7 @@ CHANGES = {
 
 
 def test_it_is_found_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    path = {"PYTHONPATH": changed_package(tmp_path / "path", "loading/runner_setup.py", CHANGES)}
+    path = {"PYTHONPATH": changed_package(tmp_path / "path", "core/backend_pair.py", CHANGES)}
     with running(tiny_checkpoint, tmp_path, switch=None, env=path) as server:
         prompt, mark = tokens(90, seed=1), server.mark()
         generate(server, prompt)

@@ -24,9 +24,8 @@ from harness.documented import sample
 from harness.layer_rows import FIRST_CUT
 from harness.server import CAPTURED_ROWS as ROWS
 from harness.server import CHUNK, Pair, Server
-from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco import counters, metrics
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import metrics
 
 
 @pytest.fixture

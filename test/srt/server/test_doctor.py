@@ -22,12 +22,13 @@ from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import ENTRIES, CommandError, Report
-from sglang_gemma4_yoco.loading import patch, unsupported
 from sglang_gemma4_yoco.models import gemma3n as gemma3n_model
 from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.startup import patch
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
@@ -244,7 +245,7 @@ def test_a_release_that_was_not_tested(
     assert len(report.refusals) == len(refusals)
     for shown, part in zip(report.refusals, refusals, strict=True):
         assert part in shown
-    printed = [line for line in report.lines if unsupported.RUNS_UNTESTED in line]
+    printed = [line for line in report.lines if arguments.RUNS_UNTESTED in line]
     assert len(printed) == 1 - len(refusals)
 
 

@@ -40,9 +40,8 @@ from harness.server import (
 from sglang_gemma4_reference import workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.core.eligibility import TAIL_NOT_CAPTURED
-from sglang_gemma4_yoco.loading import metrics
+from sglang_gemma4_yoco import counters, metrics
+from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
 
 BUCKETS = (32, 64, CHUNK)
 ARGUMENTS = (
@@ -129,7 +128,7 @@ def test_what_it_says(both_servers: Pair) -> None:
     for words in (
         "because --cuda-graph-backend-prefill requests them",
         f"exits from captured prefills are {where}",
-        "Gemma 4 fast prefill is active",
+        "YOCO fast prefill is active",
     ):
         assert len(server.log_lines(words)) == ranks, words
     assert server.log_lines("falls back to stock for this server") == []

@@ -38,10 +38,10 @@ with mock.patch.object(EagerForward, "fast", side_effect=MemoryError("no room"))
 
 LINES = (
     "a line of SGLang's",
-    "Gemma 4 fast prefill .* is on: ",
-    "Gemma 4 fast prefill is active: ",
-    "Gemma 4 fast prefill falls back to stock: ",
-    "Gemma 4 fast prefill failed, the stock forward serves the batch: MemoryError",
+    "YOCO fast prefill .* is on: ",
+    "YOCO fast prefill is active: ",
+    "YOCO fast prefill falls back to stock: ",
+    "YOCO fast prefill failed, the stock forward serves the batch: MemoryError",
     "MemoryError: no room",  # the end of its traceback
 )
 

@@ -70,7 +70,7 @@ def test_concurrent_requests(both_servers: Pair) -> None:
 
 def test_log_names_every_rank(ranks_server: Server) -> None:
     generate(ranks_server, tokens(50, seed=1))
-    assert len(ranks_server.log_lines("Gemma 4 fast prefill is active")) == 2
+    assert len(ranks_server.log_lines("YOCO fast prefill is active")) == 2
     assert ranks_server.log_lines("falls back to stock for this server") == []
     assert "Traceback" not in ranks_server.log()
 
@@ -95,7 +95,7 @@ def test_replicas(tiny_checkpoint: Path, tmp_path: Path, off_server: Server) -> 
             return answers
 
         both = compare_servers((server, off_server), ask)
-        assert len(server.log_lines("Gemma 4 fast prefill is active")) == 2
+        assert len(server.log_lines("YOCO fast prefill is active")) == 2
     assert_same_answers(both)
     for mine in by_process(both.prefills):
         assert_all_fast(mine)

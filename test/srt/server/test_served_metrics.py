@@ -15,9 +15,8 @@ from harness.layer_rows import assert_all_fast, without_audit
 from harness.scraped import samples
 from harness.server import CHUNK, Server
 from scripts.environment import REPO
-from sglang_gemma4_yoco import __version__, counters
+from sglang_gemma4_yoco import __version__, counters, metrics
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import metrics
 
 FORWARDS, ROWS = "sglang:gemma4_yoco_forwards", "sglang:gemma4_yoco_rows"
 AUDITS, WORST = "sglang:gemma4_yoco_audits", "sglang:gemma4_yoco_audit_worst_difference"
@@ -95,7 +94,7 @@ def test_audits(measured: Server) -> None:
     assert 0 < worst < 0.5  # half of the tolerance
     for process in measured.states():
         state = process[metrics.SERVER_INFO_ENTRY]
-        assert state["audits"]["agree"] == cut
+        assert state["audits"]["agrees"] == cut
         assert state["audits"]["worst"] == pytest.approx(worst)
         assert state["check"]["largest_difference"] <= state["check"]["allowed"]
 

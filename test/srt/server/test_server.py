@@ -139,8 +139,8 @@ def test_log_of_active_server(servers: Pair) -> None:
     before = len(on.log_since_ready())  # of other tests, which make servers fail on purpose
     generate(on, tokens(50, seed=10))
     assert "Traceback" not in on.log_since_ready()[before:]
-    [start] = on.log_lines(f"Gemma 4 fast prefill {__version__} is on: ")
-    [line] = on.log_lines("Gemma 4 fast prefill is active")
+    [start] = on.log_lines(f"YOCO fast prefill {__version__} is on: ")
+    [line] = on.log_lines("YOCO fast prefill is active")
     assert "Gemma4TextModel" in line
     for said in (start, line):
         assert re.search(r"(inside layer 3|before layer 4)\b.*\bof 8\b", said), said
@@ -155,5 +155,5 @@ def test_log_of_switched_off_server(servers: Pair) -> None:
     assert "Traceback" not in off.log_since_ready()[before:]
     assert off.log_lines("fast prefill is active") == []
     assert off.log_lines("is on: ") == []
-    [line] = off.log_lines("Gemma 4 fast prefill")
-    assert line.endswith(f"Gemma 4 fast prefill {__version__} is off: SGLANG_GEMMA4_YOCO=0")
+    [line] = off.log_lines("YOCO fast prefill")
+    assert line.endswith(f"YOCO fast prefill {__version__} is off: SGLANG_GEMMA4_YOCO=0")

@@ -13,9 +13,9 @@ import pytest
 from harness.ask import generate, tokens
 from harness.layer_rows import assert_all_stock
 from harness.server import CAPTURED_ARGUMENTS, CAPTURED_GRAPHS, changed_package, running
-from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco import compat, metrics, settings
+from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.loading import metrics, unsupported
 
 LAST = f'LAST_TESTED = Version("{compat.release.FIRST_TESTED}"), Version("'
 UNTESTED = settings.name_of("untested")
@@ -40,7 +40,7 @@ def test_a_server_of_an_untested_release(
     assert_all_stock(prefills)
     assert (status, state["active"]) == (1, False)
     assert f"{UNTESTED}=1 turns fast prefill on if its self-check passes" in state["reason"]
-    assert unsupported.UNTESTED_RELEASE in state["forwards"]
+    assert arguments.UNTESTED_RELEASE in state["forwards"]
     assert said.endswith(f"NOT active: {state['reason']}\n")
     [line] = lines
     assert line.endswith(f"falls back to stock for this server: {state['reason']}")

@@ -210,7 +210,7 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     sharp = write_checkpoint(tmp_path / "sharp", E2B_TINY_SHARP)
     rows = "np.repeat(ends - kept_ends, kept)"
     row_before = {rows: f"{rows} - np.repeat(new > kept, kept)"}
-    path = changed_package(tmp_path / "copy", "core/tail_batch.py", row_before)
+    path = changed_package(tmp_path / "copy", "core/kept_batch.py", row_before)
     mine = tmp_path / "mine.txt"
     mine.write_text("Is this one right?")
     command = [*VERIFY, "--model-path", str(sharp), *QUICK, "--prompts", str(mine)]

@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of
 from harness.decode_graphs import record_tail
-from harness.forwards import INTERPRETED_ENGINE, assert_fast, attention_of, state_of
+from harness.forwards import INTERPRETED_ENGINE, assert_fast, backends_of, state_of
 from harness.layer_rows import INTERPRETED
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
@@ -61,7 +61,7 @@ def started(checkpoint: Path, name: str, **arguments: Any) -> Engine:
     given = INTERPRETED_ENGINE | SERVERS[name] | arguments
     engine = Engine(checkpoint, **given | {"max_total_tokens": 2048})
     assert type(engine.runner.attn_backend) in (FrontBackend, HybridAttnBackend)
-    assert type(attention_of(engine).tail) is TritonAttnBackend
+    assert type(backends_of(engine).tail_backend) is TritonAttnBackend
     return engine
 
 

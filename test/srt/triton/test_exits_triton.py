@@ -12,15 +12,15 @@ import pytest
 
 from harness.batches import batch_of
 from harness.decode_graphs import record_tail
-from harness.forwards import INTERPRETED_ENGINE, attention_of
+from harness.forwards import INTERPRETED_ENGINE, backends_of
 from harness.layer_rows import TWO_POOLS
 from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import interpreter, prefill_graphs
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.core.eligibility import TAIL_NOT_CAPTURED
 from sglang_gemma4_yoco.counters import Outcome
+from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
 
 interpreter.make_quick()
 
@@ -69,6 +69,6 @@ IN_EVERY_RUN = ("prefixes at the window", "intermediate chunks", "input logprobs
     ],
 )
 def test_exits(engine: Engine, name: str) -> None:
-    assert type(attention_of(engine).main).__name__ == "TritonAttnBackend"
+    assert type(backends_of(engine).main_backend).__name__ == "TritonAttnBackend"
     prompts, outcome = BATCHES[name]
     assert assert_served_alike(engine, prompts) == outcome

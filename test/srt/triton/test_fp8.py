@@ -148,7 +148,7 @@ def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint = write_checkpoint(tmp_path, INTERPRETED)
     engine = Engine(checkpoint, **ENGINE, kv_cache_dtype=name)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
-    assert str(state_of(engine).unsupported) == (
+    assert str(state_of(engine).off_because) == (
         f"a KV cache of {TYPES[name]} with weights of torch.float32"
     )
     for switch in ("0", "1"):

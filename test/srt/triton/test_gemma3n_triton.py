@@ -12,7 +12,7 @@ import pytest
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of
-from harness.forwards import INTERPRETED_ENGINE, assert_fast, attention_of, state_of
+from harness.forwards import INTERPRETED_ENGINE, assert_fast, backends_of, state_of
 from harness.observe import run
 from sglang_gemma4_reference import gemma3n as reference
 from sglang_gemma4_reference import interpreter
@@ -43,7 +43,7 @@ def test_beside_another_backend(checkpoint: Path) -> None:
     """The tail runs on Triton over the server's pool, as beside FlashAttention on an H100."""
     engine = Engine(checkpoint, **INTERPRETED_ENGINE, attention_backend="fa4")
     assert type(engine.runner.attn_backend) is FrontBackend
-    tail = attention_of(engine).tail
+    tail = backends_of(engine).tail_backend
     assert type(tail) is TritonAttnBackend
     assert (tail.sliding_window_size, engine.runner.sliding_window_size) == (WINDOW, WINDOW - 1)
     for prompts in PROMPTS.values():
@@ -60,7 +60,7 @@ def test_alone(checkpoint: Path, said: Callable[..., list[str]]) -> None:
     """If this fails, a release has fixed the fault: review the windows again."""
     engine = Engine(checkpoint, **INTERPRETED_ENGINE)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
-    assert state_of(engine).unsupported == backends.TRITON_FAILS
+    assert state_of(engine).off_because == backends.TRITON_FAILS
     assert any(backends.TRITON_FAILS.text in line for line in said())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         run(engine, engine.schedule(ONE_PROMPT), "0")

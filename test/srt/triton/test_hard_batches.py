@@ -25,7 +25,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of, rest_of, tokens
 from harness.decode_graphs import record_tail
-from harness.forwards import INTERPRETED_ENGINE, attention_of, state_of, times
+from harness.forwards import INTERPRETED_ENGINE, backends_of, state_of, times
 from harness.layer_rows import TWO_POOLS
 from harness.observe import (
     TOLERANCE,
@@ -246,7 +246,7 @@ def stock_of(engine: Engine, shape: str, name: str, prompts: list[Prompt]) -> li
 def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Observed) -> None:
     """Assert that the tail ran on kept rows only, on its backend, and left no trace."""
     wanted = expected(engine, prompts)
-    main, attention = engine.runner.attn_backend, attention_of(engine)
+    main, backends = engine.runner.attn_backend, backends_of(engine)
     assert type(main) is TritonAttnBackend
     if wanted is None:
         assert_stock(engine, prompts, seen)
@@ -254,16 +254,16 @@ def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Obse
         if tail == CAPTURED and is_replayed(prompts, wanted):
             wanted = replayed(wanted)
         assert_as_expected(seen, wanted)
-        assert type(attention.tail) is TritonAttnBackend
+        assert type(backends.tail_backend) is TritonAttnBackend
         assert all(backend is main for backend in seen.backends[: wanted.front])
-        assert all(backend is attention.tail for backend in seen.backends[wanted.front :])
+        assert all(backend is backends.tail_backend for backend in seen.backends[wanted.front :])
     assert_same_objects(seen)
     assert triton_backend.update_sliding_window_buffer is _WINDOW_PLANNER
-    assert attention.main is main
-    assert attention.tail is not main
-    assert attention.tail.forward_metadata is None
+    assert backends.main_backend is main
+    assert backends.tail_backend is not main
+    assert backends.tail_backend.forward_metadata is None
     # Its window is restored too: the next plan starts from it.
-    assert Metadata.of(attention.tail).settings == Metadata.of(main).settings
+    assert Metadata.of(backends.tail_backend).settings == Metadata.of(main).settings
     assert_metadata_unchanged(seen)
 
 
@@ -317,7 +317,10 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
 def test_an_eager_plan_leaves_the_graphs_buffers(engine: Engine) -> None:
     """If both used the same buffers, a replay would read another batch's keys."""
     set_up(engine, CAPTURED)
-    batches, tail = hard_batches(SHAPES["two pools"].sliding_window), attention_of(engine).tail
+    batches, tail = (
+        hard_batches(SHAPES["two pools"].sliding_window),
+        backends_of(engine).tail_backend,
+    )
     with switched("1"):
         engine.forward(engine.schedule(batches["one request"]))
         buffers = {}

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from harness.stand_ins import eligible_batch
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.tail import TailBackend
+from sglang_gemma4_yoco.core.backend_pair import BackendPair
 
 
 class Planning(TritonAttnBackend):
@@ -62,7 +62,7 @@ def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
     stock = triton_backend.update_sliding_window_buffer
     backend = Planning(window)
     with suppress(MemoryError):
-        compat.attention.plan_tail(backend, batch(mode, fails=fails))
+        compat.attention.init_tail_metadata(backend, batch(mode, fails=fails))
     assert backend.planned == [planned]
     assert backend.rooms == [room]
     assert backend.sliding_window_size == window
@@ -91,7 +91,7 @@ def test_what_is_newer_than_the_last_tested_release(
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.23"))
     monkeypatch.setattr(compat.release, "_RELEASE", compat.release.find_release(installed))
     assert compat.release.is_newer_than_tested() == is_newer
-    assert TailBackend(object(), Planning(511)).decodes != is_newer
+    assert BackendPair(object(), Planning(511)).decodes != is_newer
 
 
 @pytest.mark.parametrize("is_hybrid", [False, True])

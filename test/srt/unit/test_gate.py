@@ -34,12 +34,14 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness.stand_ins import eligible_batch, model, reason_of, state_of
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core import eligibility, plan, worth
-from sglang_gemma4_yoco.core.interfaces import Plan
+from sglang_gemma4_yoco.core import eligibility, planning, worth
+from sglang_gemma4_yoco.core.backend_pair import BackendPair
+from sglang_gemma4_yoco.core.interfaces import Eligible
+from sglang_gemma4_yoco.core.kept_batch import KeptRows
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.core.tail import TailBackend
-from sglang_gemma4_yoco.core.tail_batch import KeptRows
 from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.prefill_exits import graph_exits
 from sglang_gemma4_yoco.refusal import Refusal
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -239,8 +241,8 @@ def test_eligibility_depends_on_how_the_tail_runs(
 )
 def test_an_eager_tail_pays_later_on_a_gpu(device: str, on_gpu: bool) -> None:
     """On GPUs of any vendor the host launches kernels one by one, as with CUDA."""
-    attention: Any = SimpleNamespace(tail=SimpleNamespace(device=device))
-    assert ModelState(model(), gemma4, None, attention).on_gpu is on_gpu
+    backends: Any = SimpleNamespace(tail_backend=SimpleNamespace(device=device))
+    assert ModelState(model(), gemma4, None, backends).on_gpu is on_gpu
 
 
 # ---------------------------------------------------------------- plan, then forward
@@ -259,9 +261,9 @@ class PlansNothing:
 def attached() -> Iterator[ModelState]:
     """Yield the state of a model in a runner, which plans its batches."""
     main, tail = PlansNothing(), PlansNothing()
-    state = ModelState(model(), gemma4, None, TailBackend(main, tail))
+    state = ModelState(model(), gemma4, None, BackendPair(main, tail))
     vars(state)["tail_layers"] = []  # of a model that has none
-    state.attach(plan.plan_batch)
+    state.attach(planning.plan_batch)
     with forward_context(ForwardContext(attn_backend=main)):
         yield state
     state.close()
@@ -269,9 +271,9 @@ def attached() -> Iterator[ModelState]:
 
 def planned(state: ModelState, **changes: Any) -> ForwardBatch:
     """Return a batch whose attention SGLang has planned."""
-    assert state.attention is not None
+    assert state.backends is not None
     batch = eligible_batch(**changes)
-    state.attention.main.init_forward_metadata(batch)
+    state.backends.main_backend.init_forward_metadata(batch)
     return batch
 
 
@@ -280,28 +282,28 @@ class TestDecisions:
 
     def test_it_is_taken_from_the_very_batch(self, attached: ModelState) -> None:
         batch, later = planned(attached), planned(attached)
-        decided = plan.take_plan(attached, batch)
+        decided = planning.take_plan(attached, batch)
         assert isinstance(decided, Plan)
-        assert decided.batch is batch
-        assert plan.take_plan(attached, batch) == plan.NOT_PLANNED
-        assert isinstance(plan.take_plan(attached, later), Plan)
+        assert decided.kept_batch.batch is batch
+        assert planning.take_plan(attached, batch) == planning.NOT_PLANNED
+        assert isinstance(planning.take_plan(attached, later), Plan)
 
     def test_batches_that_were_not_planned(self, attached: ModelState) -> None:
         planned(attached)  # another one, which never runs
-        assert plan.take_plan(attached, eligible_batch()) == plan.NOT_PLANNED
+        assert planning.take_plan(attached, eligible_batch()) == planning.NOT_PLANNED
         batch = eligible_batch(spec_info=SimpleNamespace())
-        assert plan.take_plan(attached, batch) == eligibility.SPECULATIVE
+        assert planning.take_plan(attached, batch) == eligibility.SPECULATIVE
 
     def test_a_graph_that_is_captured_now(self, attached: ModelState) -> None:
         """On AMD, SGLang begins to capture after planning."""
         batch = planned(attached)
         with capture_mode.model_capture_mode():
-            assert plan.take_plan(attached, batch) == eligibility.CAPTURING
+            assert planning.take_plan(attached, batch) == eligibility.CAPTURING
 
     def test_another_backend_that_is_current(self, attached: ModelState) -> None:
         batch = planned(attached)
         with forward_context(ForwardContext(attn_backend=PlansNothing())):
-            assert plan.take_plan(attached, batch) == plan.NOT_PLANNED
+            assert planning.take_plan(attached, batch) == planning.NOT_PLANNED
 
 
 # ---------------------------------------------------------------- completeness
@@ -333,6 +335,7 @@ def test_an_exit_on_a_gpu_skips_128_rows(
 ) -> None:
     """All but the last row of a prompt are skipped, and all of an intermediate chunk."""
     setting(min_skipped_rows=minimum)
-    state: Any = SimpleNamespace(on_gpu=True, exits_are_open=True)
-    prompt = eligibility.Eligible(KeptRows.suffixes([tokens], [0]), intermediate, mock.Mock())
-    assert eligibility._check_exit(state, prompt) == reason
+    exits = graph_exits.Exits()
+    exits.are_open = True
+    prompt = Eligible(KeptRows.suffixes([tokens], [0]), intermediate, mock.Mock())
+    assert exits.find_refusal(prompt, on_gpu=True) == reason

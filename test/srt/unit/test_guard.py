@@ -27,15 +27,15 @@ from harness.forwards import InjectedError
 from sglang_gemma4_reference.engine import reset_log
 from sglang_gemma4_yoco import compat, counters, plugin
 from sglang_gemma4_yoco.core import forward
-from sglang_gemma4_yoco.loading import patch
 from sglang_gemma4_yoco.models import registry
+from sglang_gemma4_yoco.startup import reports, runner_methods
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
-WRAPS: dict[tuple[Any, str], Any] = dict(patch.WRAPPED)
+WRAPS: dict[tuple[Any, str], Any] = dict(runner_methods.WRAPPED)
 for text_model in registry.list_text_models():
     WRAPS[text_model, "forward"] = forward.wrap_model_forward
-for (path, method), wrap in patch.OPTIONAL.items():
+for (path, method), wrap in reports.OPTIONAL.items():
     WRAPS[pkgutil.resolve_name(path), method] = wrap
 EACH = pytest.mark.parametrize("place", WRAPS, ids=lambda place: f"{place[0].__name__}.{place[1]}")
 ERRORS = pytest.mark.parametrize("error", [InjectedError, KeyboardInterrupt])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 
 from harness.stand_ins import eligible_batch, tail_of
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.tail_batch import KeptRows, TailBatch, pin_memory, rewrite_batch
+from sglang_gemma4_yoco.core.kept_batch import KeptBatch, KeptRows, pin_memory, rewrite_batch
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8
@@ -89,7 +88,8 @@ def test_every_field_of_the_tails_batch_describes_the_kept_rows(
 
 
 def test_restored_after_an_exception() -> None:
-    forward_batch = SimpleNamespace(**{"residual_stream": None} | vars(eligible_batch()))
+    forward_batch = eligible_batch()
+    forward_batch.residual_stream = None
     before = dict(vars(forward_batch))
     with (
         pytest.raises(RuntimeError, match="inside"),
@@ -119,9 +119,9 @@ def test_blocks_are_pinned_for_every_batch() -> None:
     """PyTorch rounds a batch's need up to a power of two."""
     one_row = [KeptRows.suffixes([7] * n, [0] * n) for n in (1, 2, 4, 5, 17, 300, 4096)]
     longest = KeptRows.suffixes([131_072], [0], [0])
-    blocks, device = pinned_on("cuda"), SimpleNamespace(extend_seq_lens=torch.zeros(1))
+    blocks, device = pinned_on("cuda"), eligible_batch()
     for kept in (*one_row, longest):
-        needed = TailBatch.of(device, kept, decodes=True)._packed.nbytes
+        needed = KeptBatch.of(device, kept, decodes=True).index.untyped_storage().nbytes()
         assert blocks[1 << (needed - 1).bit_length()] == 4
     assert pinned_on("cpu") == {}
 

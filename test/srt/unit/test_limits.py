@@ -36,11 +36,11 @@ from harness.stand_ins import server_args, skip_on_older
 from scripts.dev import reviewed_arguments
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.admission import arguments, runner_parts, weights
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.compat.backends import AITER, AMX, ASCEND, FA, TRITON, TRTLLM, XPU
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.loading import unsupported
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -87,8 +87,8 @@ BESIDE_OTHERS: list[tuple[dict[str, Any], object]] = [
     (DRAFTS | {"enable_return_hidden_states": True}, HIDDEN_STATES_OF_DRAFTS),
     (DRAFTS | {"enable_return_aux_hidden_states": True}, HIDDEN_STATES_OF_DRAFTS),
     (DRAFTS | LAST, HIDDEN_STATES_OF_DRAFTS),
-    ({"kv_canary": "log"}, unsupported.CANARY),
-    ({"kv_canary": "raise"}, unsupported.CANARY),
+    ({"kv_canary": "log"}, arguments.CANARY),
+    ({"kv_canary": "raise"}, arguments.CANARY),
     # These refuse nothing.
     ({}, None),
     (LAST | {"enable_return_hidden_states": True}, None),
@@ -103,7 +103,7 @@ BESIDE_OTHERS: list[tuple[dict[str, Any], object]] = [
 
 def refusals() -> Iterator[tuple[dict[str, Any], object]]:
     """Yield arguments of a server, and the reason for which it is refused."""
-    for reason, names in unsupported.UNSUPPORTED_ARGUMENTS.items():
+    for reason, names in arguments.REFUSING_ARGUMENTS.items():
         for name in names:
             yield {name: VALUES.get(name, True)}, reason
     yield from BESIDE_OTHERS
@@ -121,11 +121,11 @@ def served_with(arguments: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("arguments", "reason"), refusals())
-def test_an_argument_of_the_server(arguments: dict[str, Any], reason: object) -> None:
-    skip_on_older("SGLang", (name for name in arguments if not compat.server.has_name(name)))
-    with served_with(arguments):
-        assert str(unsupported.find_server_reason()) == str(reason)
+@pytest.mark.parametrize(("given", "reason"), refusals())
+def test_an_argument_of_the_server(given: dict[str, Any], reason: object) -> None:
+    skip_on_older("SGLang", (name for name in given if not compat.server.has_name(name)))
+    with served_with(given):
+        assert str(arguments.find_server_reason()) == str(reason)
 
 
 RANKS = {"tp_size": 2}
@@ -151,7 +151,7 @@ def test_what_is_typed_is_judged_as_sglang_resolves_it(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
     args = server_args(model_path=str(tiny_checkpoint), device="cpu", **typed)
     with releases.serving(args):
-        assert str(unsupported.find_server_reason()) == str(reason)
+        assert str(arguments.find_server_reason()) == str(reason)
 
 
 # ---------------------------------------------------------------- all arguments
@@ -159,7 +159,7 @@ def test_what_is_typed_is_judged_as_sglang_resolves_it(
 
 def test_every_argument_and_variable_is_judged_in_one_place() -> None:
     """If SGLang has added one, this fails first: run scripts/dev/reviewed_arguments.py."""
-    judged, known = unsupported.list_judged_arguments(), reviewed_arguments.reviewed()
+    judged, known = arguments.list_judged_arguments(), reviewed_arguments.reviewed()
     unread = reviewed_arguments.installed() - judged - known
     assert unread == set(), f"read what SGLang does with {sorted(unread)}, and list them"
     stale = judged & known
@@ -169,19 +169,19 @@ def test_every_argument_and_variable_is_judged_in_one_place() -> None:
 
 
 def test_every_argument_that_is_read_is_judged() -> None:
-    """``unsupported`` calls ``read_argument("its name")``; each such name is in its tables.
+    """``arguments`` calls ``read_argument("its name")``; each such name is in its tables.
 
     Otherwise a new name for it in a newer SGLang would go unnoticed.
     """
-    read = set(re.findall(r'\bread_argument\("(\w+)"\)', inspect.getsource(unsupported)))
-    arguments = set()
-    for name in unsupported._JUDGED_BY_VALUE:
+    read = set(re.findall(r'\bread_argument\("(\w+)"\)', inspect.getsource(arguments)))
+    judged = set()
+    for name in arguments._JUDGED_BY_VALUE:
         if not name.isupper():
-            arguments.add(name)
-    assert read - unsupported._HIDDEN_STATE_ARGUMENTS == arguments
+            judged.add(name)
+    assert read - arguments._HIDDEN_STATE_ARGUMENTS == judged
 
 
-JUDGED = sorted(unsupported.list_judged_arguments())
+JUDGED = sorted(arguments.list_judged_arguments())
 
 
 @pytest.fixture
@@ -191,22 +191,22 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     monkeypatch.setattr(compat.server, "has_name", lambda name: name not in absent)
     with releases.published(), settings.changed(untested=True, self_check=True):
-        assert unsupported.find_server_reason() is None
+        assert arguments.find_server_reason() is None
         yield absent.append
 
 
 @pytest.mark.parametrize("name", JUDGED)
 def test_what_a_newer_release_lacks(newer: Callable[[str], None], name: str) -> None:
     newer(name)
-    gone = f"lacks {unsupported._name_flag(name)}, which may go by another name now"
-    assert str(unsupported.find_server_reason()).endswith(gone)
+    gone = f"lacks {arguments._name_flag(name)}, which may go by another name now"
+    assert str(arguments.find_server_reason()).endswith(gone)
 
 
 def test_what_a_newer_release_is_given_is_judged(newer: Callable[[str], None]) -> None:
     """The tables judge it; arguments new in that release are not judged."""
     newer("enable_surprises")
     with served_with({"enable_lora": True}):
-        assert unsupported.find_server_reason() == ServerRefusal("LoRA")
+        assert arguments.find_server_reason() == ServerRefusal("LoRA")
 
 
 def test_existing_and_missing_names() -> None:
@@ -218,9 +218,9 @@ def test_existing_and_missing_names() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"enable": True}, unsupported.DUMPER),
-        ({"server_port": "reuse"}, unsupported.DUMPER),
-        ({"server_port": "40000"}, unsupported.DUMPER),
+        ({"enable": True}, arguments.DUMPER),
+        ({"server_port": "reuse"}, arguments.DUMPER),
+        ({"server_port": "40000"}, arguments.DUMPER),
         ({"server_port": "-1", "filter": "layer_id=1"}, None),
     ],
 )
@@ -233,7 +233,7 @@ def test_the_dumper(
     report = Report()
     report.entries["quantisation"] = None
     with releases.published():
-        assert unsupported.find_server_reason() == reason
+        assert arguments.find_server_reason() == reason
         preflight._judge(report, gemma4, {}.get)
     assert report.refusals == ([reason.text] if reason else [])
 
@@ -278,7 +278,7 @@ def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
     reason = None
     if unproven is not None:
         reason = ServerRefusal(f"the attention backend {unproven} is not known to be correct")
-    assert unsupported.find_backend_reason(backend, gemma4.ATTENTION) == reason
+    assert runner_parts.find_backend_reason(backend, gemma4.ATTENTION) == reason
 
 
 # ---------------------------------------------------------------- pools of K and V
@@ -303,7 +303,7 @@ POOLS: list[tuple[Any, object]] = [
     (pool_of(k_buffer=BY_PAGES), NOT_BY_SLOTS),
     (pool_of(v_buffer=BY_PAGES), NOT_BY_SLOTS),
     (pool_of(quant_method=SimpleNamespace(name="nvfp4")), "K and V are quantised (nvfp4)"),
-    (pool_of(post_capture_active=True), unsupported.ALLOCATED_LATER),
+    (pool_of(post_capture_active=True), runner_parts.ALLOCATED_LATER),
     (
         pool_of(PoolOfAnotherKind),
         "K and V are in a PoolOfAnotherKind, whose layout is not known",
@@ -320,10 +320,10 @@ def test_a_pool(part: Any, reason: object) -> None:
     pools: list[Any] = [part, *two]
     for pool in pools:
         vars(pool)["dtype"] = torch.float32
-        assert str(unsupported.find_pool_reason(pool, torch.float32)) == str(reason)
+        assert str(runner_parts.find_pool_reason(pool, torch.float32)) == str(reason)
         if reason is None:
             other = "a KV cache of torch.float32 with weights of torch.bfloat16"
-            assert str(unsupported.find_pool_reason(pool, torch.bfloat16)) == other
+            assert str(runner_parts.find_pool_reason(pool, torch.bfloat16)) == other
 
 
 # ---------------------------------------------------------------- linear layers
@@ -392,7 +392,7 @@ def test_a_kind_of_linear_layer(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     layers += [ReplicatedLinear(8, 8), ReplicatedLinear(8, 8)]
     vars(layers[kind.place]).update(quant_method=kind.computes, **kind.values)
     monkeypatch.setattr(torch.version, "hip", "7.0" if kind.amd else None)
-    reason = unsupported.find_linear_reason(SimpleNamespace(layers=layers), first=3)
+    reason = weights.find_linear_reason(SimpleNamespace(layers=layers), first=3)
     assert (reason is None) == kind.apart
 
 
@@ -400,7 +400,7 @@ def test_the_method_of_a_cache_refuses_nothing() -> None:
     """Attentions of fp8 checkpoints have such a method; the pools are judged separately."""
     attention = RadixAttention(2, 8, 1.0, 1, 0)
     attention.quant_method = BaseKVCacheMethod(None)
-    assert unsupported.find_linear_reason(SimpleNamespace(layers=[attention] * 2), first=1) is None
+    assert weights.find_linear_reason(SimpleNamespace(layers=[attention] * 2), first=1) is None
 
 
 # ---------------------------------------------------------------- SGLang's classes
@@ -471,8 +471,8 @@ def test_layers_of_popular_checkpoints(monkeypatch: pytest.MonkeyPatch, name: st
         params_dtype=torch.bfloat16,
         prefix="model.layers.1.self_attn.qkv_proj",
     )
-    assert unsupported.get_linear_kind(layer).endswith(kind)
-    assert unsupported.has_independent_rows(layer) == (name != "GGUF")
+    assert weights.get_linear_kind(layer).endswith(kind)
+    assert weights.has_independent_rows(layer) == (name != "GGUF")
     assert not compat.layers.is_plain_linear(
         layer
     )  # so that the donor computes all of its projection
@@ -483,7 +483,7 @@ def test_every_name_is_one_of_sglangs() -> None:
     """SGLang's sources decide: many of these classes cannot be imported on a CPU."""
     sources = Path(sglang.srt.__path__[0])
     names, found = set[str](), set[str]()
-    for kind in unsupported._INDEPENDENT_ROWS:
+    for kind in weights._INDEPENDENT_ROWS:
         names.update(kind.split("."))
     for folder in ("layers/quantization", "hardware_backend"):
         for source in (sources / folder).rglob("*.py"):

@@ -13,14 +13,13 @@ import orjson
 import prometheus_client
 import pytest
 
-from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco import compat, counters, metrics
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.loading import metrics
 from sglang_gemma4_yoco.refusal import Refusal, ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
@@ -51,11 +50,11 @@ def test_no_model_is_served() -> None:
 class Serving:
     """State of a model whose batches may be cut."""
 
-    unsupported: ServerRefusal | None = None
+    off_because: ServerRefusal | None = None
     after_cut = None
 
     def __init__(self) -> None:
-        self.report = states.ModelReport(tail="eager", exits="closed: some reason")
+        self.report = states.ModelReport(tail_mode="eager", exits="closed: some reason")
 
     def describe(self) -> str:
         return "cut inside layer 14"
@@ -83,7 +82,7 @@ def answered() -> dict[str, Any]:
 
 
 SAME_TEXT = "LoRA"  # a server's reason, and a batch's
-LINE = f"Gemma 4 fast prefill falls back to stock: {SAME_TEXT}"
+LINE = f"YOCO fast prefill falls back to stock: {SAME_TEXT}"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_a_batch_is_logged_and_counted_as_its_refusal_says(
 def test_whatever_turns_the_path_off_is_told(
     serving: Serving, reason: ServerRefusal | None
 ) -> None:
-    serving.unsupported = reason
+    serving.off_because = reason
     state = answered()
     assert (state["active"], state["reason"]) == (reason is None, reason and reason.text)
     # If nothing is cut, the tail's kind does not matter.
@@ -201,4 +200,4 @@ def test_metrics_that_break_are_not_tried_again(said: Callable[..., list[str]]) 
         counters.served.count_ineligible(eligibility.TOO_LITTLE, 7)
     assert calls == [("forwards", eligibility.TOO_LITTLE, 1)]
     assert counters.served.forwards[eligibility.TOO_LITTLE] == 2
-    assert said() == ["Gemma 4 fast prefill: its metrics are no longer collected: OSError()"]
+    assert said() == ["YOCO fast prefill: its metrics are no longer collected: OSError()"]

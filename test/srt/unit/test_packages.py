@@ -8,8 +8,9 @@ import pytest
 PACKAGE = "sglang_gemma4_yoco"
 #: From the top down: each imports from those after it alone.
 PARTS = (
-    *("__main__", "commands", "plugin", "loading", "prefill_exits", "checking", "captured"),
-    *("models", "core", "compat", "counters", "refusal", "log", "patched", "settings"),
+    *("__main__", "commands", "plugin", "startup", "metrics", "prefill_exits", "checking"),
+    *("captured", "admission", "models", "core", "compat", "counters"),
+    *("refusal", "log", "patched", "settings"),
 )
 
 

@@ -13,7 +13,7 @@ from sglang.srt import plugins
 from sglang_gemma4_yoco import plugin, settings
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.loading import patch
+from sglang_gemma4_yoco.startup import patch
 
 
 def test_what_a_variable_says_of_its_default_is_true() -> None:

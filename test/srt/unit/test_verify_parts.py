@@ -351,8 +351,8 @@ def parse_page(**how: Any) -> tuple[ElementTree.Element, str]:
 
 def test_the_first_screen_has_title_verdict_figures_and_what_was_run() -> None:
     root, text = parse_page(shift=0.01)
-    assert [title.text for title in root.iter("title")] == ["Gemma 4 fast prefill: a <model>"]
-    order = ["Gemma 4 fast prefill: a <model>", "do NOT agree", "2.00x", "10 of 10", "0.01"]
+    assert [title.text for title in root.iter("title")] == ["YOCO fast prefill: a <model>"]
+    order = ["YOCO fast prefill: a <model>", "do NOT agree", "2.00x", "10 of 10", "0.01"]
     order += ["Model", "Device", "Server flags", "Date", "Problem: questions: "]
     order += ["Not tried: longer than a chunk: a <reason>", "Two runs of stock"]
     order += ["Time to first token of 100 tokens: stock / fast = 2.00", "fast: 0.100 s"]

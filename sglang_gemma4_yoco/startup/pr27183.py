@@ -1,7 +1,8 @@
-"""Two helpers added to ``Gemma4TextModel``, for forwards that cut a batch themselves.
+"""The two helpers of sgl-project/sglang#27183, for forwards that cut a batch themselves.
 
-Their names are those in commits of sgl-project/sglang#27183, the change proposed to SGLang. The
-package does not use them, and does not add them if SGLang has them.
+They are added to ``Gemma4TextModel``, under the names in commits of that change, which is proposed
+to SGLang. The package does not use them. An SGLang with its own fast prefill keeps its own helpers,
+which it uses if its flag is set. Unnecessary once that change is merged.
 """
 
 import os
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.admission import order
 from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.kept_batch import KeptBatch, rewrite_batch
 from sglang_gemma4_yoco.core.state import ModelState, find_state
-from sglang_gemma4_yoco.core.tail_batch import TailBatch, rewrite_batch
-from sglang_gemma4_yoco.loading import runner_setup
 from sglang_gemma4_yoco.models import gemma4
 
 
@@ -26,7 +27,7 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     """
     if os.environ.get(settings.SWITCH, "1") != "1":
         return False
-    state = find_state(self) or ModelState(self, gemma4, runner_setup.find_model_reason(self))
+    state = find_state(self) or ModelState(self, gemma4, order.find_model_reason(self))
     current = compat.attention.get_current_backend()
     if eligibility.find_ineligible_reason(state, forward_batch) is not None:
         return False
@@ -43,7 +44,7 @@ def _yoco_truncate_to_last_tokens(
         positions: [T].
         per_layer_inputs: [T, ...] (of one layer or of all), or None.
         forward_batch: an eligible batch; on return its ``extend_*`` fields, mode, input ids and
-            positions describe the kept rows, and attention is planned for them.
+            positions describe the kept rows, and the backend has their attention metadata.
 
     Returns:
         ``(hidden_states [B, hidden], positions [B], per_layer_inputs [B, ...], last_indices [B]
@@ -56,22 +57,38 @@ def _yoco_truncate_to_last_tokens(
     main: Any = compat.attention.get_current_backend()
     kept = eligibility.find_kept_rows(forward_batch)
     decodes = not compat.release.is_newer_than_tested()
-    tail = TailBatch.of(forward_batch, kept, decodes=decodes)
+    kept_batch = KeptBatch.of(forward_batch, kept, decodes=decodes)
     row_inputs = per_layer_inputs
     if row_inputs is not None:
-        row_inputs = row_inputs.index_select(0, tail.index)
-    rows = hidden_states.index_select(0, tail.index)
-    row_positions = positions.index_select(0, tail.index)
-    fields = {**tail.fields, "positions": row_positions}
+        row_inputs = row_inputs.index_select(0, kept_batch.index)
+    rows = hidden_states.index_select(0, kept_batch.index)
+    row_positions = positions.index_select(0, kept_batch.index)
+    fields = {**kept_batch.fields, "positions": row_positions}
     with ExitStack() as stack:
-        # Planning again stalls the host and drops image masks that a model has written into the
-        # metadata; the layers that need these have already run.
+        # Making metadata again stalls the host and drops image masks that a model has written into
+        # it; the layers that need these have already run.
         stack.callback(main.init_forward_metadata, forward_batch)
         stack.enter_context(rewrite_batch(forward_batch, fields))
-        compat.attention.plan_tail(main, forward_batch)
+        compat.attention.init_tail_metadata(main, forward_batch)
         if forward_batch.residual_stream is not None:
             compat.layers.write_residual(forward_batch, rows)
-        return rows, row_positions, row_inputs, tail.index, stack.pop_all().close
+        return rows, row_positions, row_inputs, kept_batch.index, stack.pop_all().close
 
 
 HELPERS: tuple[Callable[..., Any], ...] = (_yoco_eligibility, _yoco_truncate_to_last_tokens)
+
+
+def list_helpers() -> dict[tuple[type, str], Callable[..., Any]]:
+    """Return the helpers to add to Gemma 4, by class and name; none if SGLang has its own.
+
+    Raises:
+        compat.release.IncompatibleError: another patch has added them.
+    """
+    if compat.server.has_fast_prefill() or compat.names.find_missing(gemma4.SGLANG) is not None:
+        return {}
+    model: Any = compat.names.find_object(gemma4.SGLANG.text_model)
+    for helper in HELPERS:
+        if hasattr(model, helper.__name__):
+            why = f"{model.__name__} already has {helper.__name__}: remove the patch that adds it"
+            raise compat.release.IncompatibleError(why)
+    return {(model, helper.__name__): helper for helper in HELPERS}

@@ -98,7 +98,7 @@ def find_third_party_code(outer: type, runner: Any = None) -> ServerRefusal | No
         refused = list(_find_unknown(outer, runner))
         replaced = not all(map(_has_our_forward, registry.list_cuttable_models()))
     except Exception as failure:  # noqa: BLE001 - inspection of arbitrary objects
-        log.log_failure("Gemma 4 fast prefill: third-party code detection failed", failure)
+        log.log_failure("YOCO fast prefill: third-party code detection failed", failure)
         return NOT_JUDGED
     if refused:
         place, module, name = refused[0]
@@ -113,12 +113,7 @@ def find_third_party_code(outer: type, runner: Any = None) -> ServerRefusal | No
 
 
 def _has_our_forward(model: type) -> bool:
-    return is_ours(inspect.unwrap(vars(model)["forward"], stop=is_ours))
-
-
-def is_ours(function: Any) -> bool:
-    """Return True if a text model's forward is this package's wrapper."""
-    return getattr(function, "__globals__", None) is vars(forward)
+    return forward.is_wrapped(inspect.unwrap(vars(model)["forward"], stop=forward.is_wrapped))
 
 
 def _find_unknown(outer: type, runner: Any) -> Iterator[ForeignCode]:
@@ -138,7 +133,7 @@ def _find_unknown(outer: type, runner: Any) -> Iterator[ForeignCode]:
     if runner is not None:
         objects = _list_objects(runner.model)
         classes += map(type, objects.values())
-        backend = runner.attn_backend  # ``unsupported`` checks its class
+        backend = runner.attn_backend  # ``runner_parts`` checks its class
         owners |= {**objects, type(backend).__name__: backend}
     for base in dict.fromkeys(base for kind in classes for base in kind.__mro__):
         for module, name in _find_definitions(base):

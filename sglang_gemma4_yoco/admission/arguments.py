@@ -1,21 +1,12 @@
-"""Reasons that rule out fast prefill on a server: arguments, attention, KV pools, linear layers.
-
-Unknown configurations are refused with a one-line reason, which does not change while the server
-runs.
-"""
+"""Refusals by the release of SGLang, by server arguments and by environment variables."""
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
-import torch
-
-from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.compat.server import FAST_PREFILL, POSITIONS_VARIABLE, read_argument
 from sglang_gemma4_yoco.core.eligibility import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
 from sglang_gemma4_yoco.refusal import ServerRefusal
-
-# -- server arguments and environment variables ----------------------------------------------------
 
 # A defect of SGLang, refused because it would be mistaken for one of this package.
 WRONG_REPLAYS = ServerRefusal(
@@ -43,7 +34,7 @@ CANARY = ServerRefusal(
 )
 
 #: By reason, arguments and (in capitals) environment variables that refuse a server if set.
-UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+REFUSING_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "LoRA": ("enable_lora",),
     "pipeline parallelism (--pp-size) is not supported": ("pp_size",),
     "data-parallel attention": (
@@ -139,7 +130,7 @@ _JUDGED_BY_VALUE = {
 
 def list_judged_arguments() -> set[str]:
     """Return the server arguments and environment variables that can refuse a server."""
-    return (_JUDGED_BY_VALUE | _HIDDEN_STATE_ARGUMENTS).union(*UNSUPPORTED_ARGUMENTS.values())
+    return (_JUDGED_BY_VALUE | _HIDDEN_STATE_ARGUMENTS).union(*REFUSING_ARGUMENTS.values())
 
 
 def find_release_reason() -> ServerRefusal | None:
@@ -170,6 +161,16 @@ def find_release_reason() -> ServerRefusal | None:
     else:
         return None
     return ServerRefusal(reason, level=logging.WARNING, label=UNTESTED_RELEASE)
+
+
+def note_untested_release() -> None:
+    """Warn if prefills are cut on a release after the last tested one."""
+    if compat.release.is_newer_than_tested():
+        log.log_once(
+            f"YOCO fast prefill: SGLang {compat.release.INSTALLED} was not tested, and "
+            f"{settings.name_of('untested')}=1: {RUNS_UNTESTED}",
+            logging.WARNING,
+        )
 
 
 def find_server_reason() -> ServerRefusal | None:
@@ -221,7 +222,7 @@ def _check_hidden_states() -> ServerRefusal | None:
 
 
 def _check_table() -> ServerRefusal | None:
-    for reason, names in UNSUPPORTED_ARGUMENTS.items():
+    for reason, names in REFUSING_ARGUMENTS.items():
         for name in names:
             value = read_argument(name) or compat.server.read_variable(name)
             if isinstance(value, int | float):
@@ -229,150 +230,3 @@ def _check_table() -> ServerRefusal | None:
             if value:
                 return ServerRefusal(reason)
     return None
-
-
-# -- attention backends ----------------------------------------------------------------------------
-
-NO_TAIL = ServerRefusal("no attention backend could be built for the tail")
-
-
-def find_backend_reason(main: Any, attention: compat.backends.Attention) -> ServerRefusal | None:
-    """Return why the server's attention backend rules out fast prefill for a model, or None.
-
-    Args:
-        main: the server's attention backend.
-        attention: the model's rows of ``compat.backends.TABLE``.
-    """
-    for part in compat.attention.list_parts(main):
-        name = type(part).__name__
-        unknown = ServerRefusal(f"the attention backend {name} is not known to be correct")
-        known = attention.get(compat.backends.get_path(type(part)))
-        if known is None:
-            return unknown
-        if known.prefills == compat.backends.STOCK:
-            return known.reason or unknown
-    return None
-
-
-# -- pools of K and V ------------------------------------------------------------------------------
-
-# A variable of SGLang 0.5.23: the pools do not exist yet when the tail is captured and checked.
-ALLOCATED_LATER = ServerRefusal(
-    "K and V get their memory after CUDA graphs are captured: unset "
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
-)
-
-
-def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
-    """Return why the tail cannot read K and V of this server, or None.
-
-    It needs one tensor of K and one of V per layer, slot by slot, unquantised. If the cache's dtype
-    is not the queries', Triton's own forward fails at the first shared layer.
-
-    Args:
-        pool: the runner's ``token_to_kv_pool``.
-        dtype: the dtype of the model's weights and activations.
-    """
-    parts = [pool]
-    if type(pool) is compat.pools.SWAKVPool:
-        parts = [pool.full_kv_pool, pool.swa_kv_pool]
-    for part in parts:
-        if type(part) is not compat.pools.MHATokenToKVPool:
-            name = type(part).__name__
-            return ServerRefusal(f"K and V are in a {name}, whose layout is not known")
-        if compat.pools.is_allocated_later(part):
-            return ALLOCATED_LATER
-        method = compat.pools.find_quantisation(part)
-        if method is not None:
-            return ServerRefusal(f"K and V are quantised ({method})")
-        most = max(buffer.dim() for buffer in (*part.k_buffer, *part.v_buffer))
-        if most != 3:
-            return ServerRefusal(f"K and V are not stored slot by slot, but in {most} dimensions")
-    if pool.dtype == dtype:
-        return None
-    return ServerRefusal(f"a KV cache of {pool.dtype} with weights of {dtype}")
-
-
-# -- layers with weights ---------------------------------------------------------------------------
-
-# SGLang's classes, with the scheme if a class has schemes. All others are refused, including those
-# of other packages and platforms. The activation scales of the listed ones are per row, per block,
-# or from the checkpoint: a scale from the batch's maximum would change when other rows are missing.
-# GGUF is not listed because it rounds few rows differently from many.
-_INDEPENDENT_ROWS = {
-    "AWQLinearMethod.AWQIntelAMXLinearScheme",
-    "AWQLinearMethod.AWQLinearScheme",
-    "AWQLinearMethod.AWQMarlinLinearScheme",
-    "AWQLinearMethod.AWQXPULinearScheme",
-    "BlockInt8LinearMethod",
-    "CompressedTensorsLinearMethod.CompressedTensorsW4A16Fp4",
-    "CompressedTensorsLinearMethod.CompressedTensorsW4A4Fp4",
-    "CompressedTensorsLinearMethod.CompressedTensorsW8A16Fp8",
-    "CompressedTensorsLinearMethod.CompressedTensorsW8A8Fp8",
-    "CompressedTensorsLinearMethod.CompressedTensorsW8A8Int8",
-    "CompressedTensorsLinearMethod.CompressedTensorsWNA16",
-    "CompressedTensorsLinearMethod.XPUCompressedTensorsWNA16",
-    "Fp8LinearMethod",
-    "GPTQLinearMethod.GPTQIntelAMXLinearScheme",
-    "GPTQLinearMethod.GPTQLinearScheme",
-    "GPTQLinearMethod.GPTQXPULinearScheme",
-    "GPTQMarlinLinearMethod.GPTQMarlinLinearScheme",
-    "ModelOptFp4LinearMethod",
-    "ModelOptFp8LinearMethod",
-    "ModelOptNvFp4A16LinearMethod",
-    "PetitNvFp4LinearMethod",
-    "QuarkLinearMethod.QuarkW4A4MXFP4",
-    "QuarkLinearMethod.QuarkW8A8Fp8",
-    "W8A8Fp8LinearMethod",
-    "W8A8Int8LinearMethod",
-}
-
-
-def find_linear_reason(model: Any, first: int) -> ServerRefusal | None:
-    """Return why rows of this model's tail may depend on rows that would be dropped, or None.
-
-    Args:
-        model: a text model with a tail and loaded weights.
-        first: S, the index of its first KV-shared layer.
-    """
-    for layer in list(getattr(model, "layers", ()))[first - 1 :]:
-        for part in layer.modules():
-            if _computes_rows(part) and not has_independent_rows(part):
-                return ServerRefusal(f"rows of {get_linear_kind(part)} may depend on each other")
-    return None
-
-
-def _computes_rows(part: Any) -> bool:
-    """Return True for linear layers, experts, and other modules with a quantisation method."""
-    if type(part) is compat.attention.RadixAttention:
-        return False  # its method quantises the cache, which ``find_pool_reason`` checks
-    return (
-        isinstance(part, compat.layers.LinearBase)
-        or getattr(part, "quant_method", None) is not None
-    )
-
-
-def get_linear_kind(layer: Any) -> str:
-    """Return the class names of a layer's method and, if it has one, its scheme."""
-    method, scheme = type(layer.quant_method).__name__, getattr(layer, "scheme", None)
-    if scheme is None:
-        return method
-    return f"{method}.{type(scheme).__name__}"
-
-
-def has_independent_rows(layer: Any) -> bool:
-    """Return True if each output row of a layer is known to depend on its own input row alone.
-
-    Never True for a mixture of experts: experts may be chosen, or rounded, for a whole batch.
-    """
-    method, kind = layer.quant_method, get_linear_kind(layer)
-    is_sglangs = type(method).__module__.startswith("sglang.srt.")
-    if not (isinstance(layer, compat.layers.LinearBase) and is_sglangs):
-        return False
-    if kind == "UnquantizedLinearMethod":
-        return compat.layers.is_plain_tensor(layer.weight)
-    if kind == "BitsAndBytesLinearMethod":  # in 8 bits, columns are selected by all rows together
-        return not method.quant_config.load_in_8bit
-    # On AMD fp8 often has one scale for the whole batch, and mxfp8 other weights for few rows.
-    on_amd = torch.version.hip is not None
-    return kind in _INDEPENDENT_ROWS and not (on_amd and "Fp8" in kind)

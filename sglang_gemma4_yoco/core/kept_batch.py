@@ -1,4 +1,4 @@
-"""The kept rows of a prefill, and the tail's view of it: SGLang's batch, rewritten to these rows.
+"""The kept rows of a prefill, and SGLang's batch rewritten to these rows.
 
 A batch holds requests i with n_i new tokens after p_i cached ones. Its hidden states have
 T = n_0 + n_1 + ... rows, request after request. Request i keeps its last m_i rows, 1 <= m_i <= n_i:
@@ -14,6 +14,7 @@ extend kernel processes it with a handful of thread blocks.
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -90,7 +91,7 @@ class KeptRows:
 
 
 def pin_memory(device: str) -> None:
-    """Fill PyTorch's cache of pinned memory for ``TailBatch.of``; a graph capture empties it.
+    """Fill PyTorch's cache of pinned memory for ``KeptBatch.of``; a graph capture empties it.
 
     Otherwise a request waits for the driver when its batch needs a new block; PyTorch rounds block
     sizes up to powers of two. Four of each size are pinned: two batches can be in flight, and
@@ -103,7 +104,7 @@ def pin_memory(device: str) -> None:
 
 
 @dataclass(frozen=True)
-class TailBatch:
+class KeptBatch:
     """The batch that the tail runs on, created before the model's first layer runs.
 
     Attributes:
@@ -115,12 +116,20 @@ class TailBatch:
     kept: KeptRows
     index: torch.Tensor
     decodes: bool
-    _batch: Any
-    _packed: torch.Tensor
+    _batch: weakref.ref[Any]
+    #: On the device ``lens``, ``prefix_lens`` and ``start_loc``, each padded to a multiple of 4.
+    _lists: torch.Tensor
+
+    @property
+    def batch(self) -> Any:
+        """SGLang's ``ForwardBatch``, which is alive while its forward runs."""
+        batch = self._batch()
+        assert batch is not None, "a kept batch is used after its batch has been freed"
+        return batch
 
     @classmethod
-    def of(cls, forward_batch: Any, kept: KeptRows, *, decodes: bool) -> TailBatch:
-        """Return the tail of an eligible batch.
+    def of(cls, forward_batch: Any, kept: KeptRows, *, decodes: bool) -> KeptBatch:
+        """Return the kept rows of an eligible batch.
 
         Nothing is read from the device, and all host values go there in one copy. No tensor shares
         memory with the batch's.
@@ -132,8 +141,8 @@ class TailBatch:
         # Triton compiles another kernel for tensors that are not aligned to 16 bytes, or 4 numbers
         # of 4 bytes: 1 number of padding follows the lengths of 3 requests.
         padding = [0] * (-len(kept.lens) % 4)
-        columns = [*kept.lens, *padding, *kept.prefix_lens, *padding, *kept.start_loc, *padding]
-        packed = torch.frombuffer(kept.indices + array("q", columns), dtype=torch.int64)
+        lists = [*kept.lens, *padding, *kept.prefix_lens, *padding, *kept.start_loc, *padding]
+        packed = torch.frombuffer(kept.indices + array("q", lists), dtype=torch.int64)
         if device.type == "cuda":
             packed = packed.pin_memory()
         packed = packed.to(device, non_blocking=True)
@@ -141,19 +150,19 @@ class TailBatch:
             kept=kept,
             index=packed[: kept.count],
             decodes=decodes and kept.one_per_request,
-            _batch=forward_batch,
-            _packed=packed,
+            _batch=weakref.ref(forward_batch),
+            _lists=packed[kept.count :],
         )
 
     @cached_property
     def fields(self) -> Mapping[str, object]:
-        """Fields of ``ForwardBatch`` for the tail, by name.
+        """Fields of ``ForwardBatch`` for the kept rows, by name.
 
         Computed on first use, before the batch is rewritten; a captured tail uses none.
         """
-        kept, index, batch = self.kept, self.index, self._batch
-        columns = self._packed[kept.count :].to(batch.extend_seq_lens.dtype).view(3, -1)
-        lens, prefix_lens, start_loc = columns[:, : len(kept.lens)]
+        kept, index, batch = self.kept, self.index, self.batch
+        lists = self._lists.to(batch.extend_seq_lens.dtype).view(3, -1)
+        lens, prefix_lens, start_loc = lists[:, : len(kept.lens)]
         fields: dict[str, object] = {
             "extend_seq_lens_cpu": kept.lens,
             "extend_prefix_lens_cpu": kept.prefix_lens,

@@ -17,9 +17,9 @@ from dataclasses import asdict
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, compat, counters
+from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.core.state import ModelReport, ModelState, get_attached_state
 from sglang_gemma4_yoco.counters import Outcome, served
-from sglang_gemma4_yoco.loading import unsupported
 from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, ServerRefusal
 
 #: The key in the internal state of each scheduler in /server_info.
@@ -42,7 +42,7 @@ _EXPECTED: set[Outcome] = {
     counters.FAILED,
     counters.UNSEEN,
     SERVER_UNSUPPORTED,
-    unsupported.UNTESTED_RELEASE,
+    arguments.UNTESTED_RELEASE,
 }
 
 
@@ -61,9 +61,9 @@ def describe_state() -> dict[str, Any]:
         report = state.report
     cut = tail = exits = fast_prefill = None  # None if no prefill is cut
     if state is not None and reason is None:
-        cut, tail, exits = state.describe(), report.tail, report.exits
+        cut, tail, exits = state.describe(), report.tail_mode, report.exits
         fast_prefill = "this package"
-    if state is not None and state.unsupported is unsupported.SGLANG_SERVES:
+    if state is not None and state.off_because is arguments.SGLANG_SERVES:
         fast_prefill = "SGLang"
     forwards = Counter[str]()
     for outcome, number in served.forwards.items():
@@ -91,8 +91,8 @@ def _find_inactive_reason(state: ModelState | None) -> str | None:
     """Return the text of the reason why the fast path is not active, or None."""
     if state is None:
         return NO_MODEL
-    if state.unsupported is not None:
-        return state.unsupported.text
+    if state.off_because is not None:
+        return state.off_because.text
     if served.is_unused():
         return counters.NOT_CUT
     return None
@@ -166,6 +166,6 @@ def _list_counts() -> dict[tuple[str, Outcome], int]:
     return {
         **{("forwards", outcome): served.forwards[outcome] for outcome in outcomes},
         **{("rows", part): served.rows[part] for part in counters.PARTS},
-        ("audits", counters.AGREES): served.audits.agree,
-        ("audits", counters.DIFFERS): served.audits.differ,
+        ("audits", counters.AGREES): served.audits.agrees,
+        ("audits", counters.DIFFERS): served.audits.differs,
     }

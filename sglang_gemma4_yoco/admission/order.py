@@ -1,0 +1,68 @@
+"""The order in which a server is judged: the first reason found is the one that it reports.
+
+Unknown configurations are refused with a one-line reason, which does not change while the server
+runs.
+"""
+
+from typing import Any
+
+from sglang_gemma4_yoco import __version__, compat, settings
+from sglang_gemma4_yoco.admission import arguments, runner_parts, third_party, weights
+from sglang_gemma4_yoco.core import eligibility, ranks
+from sglang_gemma4_yoco.core.backend_pair import BackendPair, build_pair
+from sglang_gemma4_yoco.core.state import first_shared_layer
+from sglang_gemma4_yoco.models import registry
+from sglang_gemma4_yoco.refusal import ServerRefusal
+
+NO_SHARED_LAYERS = ServerRefusal("the model has no KV-shared tail")
+
+
+def find_model_reason(model: Any) -> ServerRefusal | None:
+    """Return why no batch of this model may be cut with these server arguments, or None."""
+    reason = arguments.find_server_reason()
+    if reason is not None:
+        return reason
+    first = first_shared_layer(model.config)
+    if first is None:
+        return NO_SHARED_LAYERS
+    return weights.find_linear_reason(model, first)
+
+
+def find_runner_reason(runner: Any, model: Any) -> ServerRefusal | None:
+    """Return why no batch of this runner may be cut, or None; ``model`` is its text model."""
+    if not runner.is_generation:
+        return arguments.EMBEDDINGS
+    if getattr(model, "layers_to_capture", None):  # SGLang sets them once, before it serves
+        return ServerRefusal(eligibility.CAPTURED_LAYERS.text)
+    adapter = registry.find_adapter(model)
+    return (
+        find_model_reason(model)
+        or compat.names.find_missing(adapter.SGLANG)
+        or third_party.find_third_party_code(type(runner.model), runner)
+        or adapter.find_unsupported_reason(model)
+        or runner_parts.find_backend_reason(runner.attn_backend, adapter.ATTENTION)
+        or runner_parts.find_pool_reason(runner.token_to_kv_pool, runner.dtype)
+    )
+
+
+def admit(runner: Any, model: Any) -> tuple[BackendPair | None, ServerRefusal | None]:
+    """Return the attention backends of a forward that is cut, or the reason why none is cut.
+
+    With several ranks all of them return the same reason, or none does.
+    """
+    backends, refusal = None, find_runner_reason(runner, model)
+    if refusal is None:
+        backends = build_pair(runner, model, registry.find_adapter(model).ATTENTION)
+        if backends is None:
+            refusal = runner_parts.NO_TAIL
+    # All ranks have the same release, arguments and variables, so all of them compare, or none
+    # does. Arguments also refuse servers on several machines, where another machine may lack this
+    # package and never answer.
+    if arguments.find_server_reason() is None:
+        found = f"{__version__}, off because: {refusal}, {settings.current}"
+        difference = ranks.find_difference(found)
+        if difference is not None:
+            refusal = ServerRefusal(difference)
+    if refusal is not None:
+        backends = None
+    return backends, refusal

@@ -1,0 +1,65 @@
+"""Refusals by what SGLang's runner has built: its attention backends, and its pools of K and V."""
+
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.refusal import ServerRefusal
+
+NO_TAIL = ServerRefusal("no attention backend could be built for the tail")
+
+
+def find_backend_reason(main: Any, attention: compat.backends.Attention) -> ServerRefusal | None:
+    """Return why the server's attention backend rules out fast prefill for a model, or None.
+
+    Args:
+        main: the server's attention backend.
+        attention: the model's rows of ``compat.backends.TABLE``.
+    """
+    for part in compat.attention.list_parts(main):
+        name = type(part).__name__
+        unknown = ServerRefusal(f"the attention backend {name} is not known to be correct")
+        known = attention.get(compat.backends.get_path(type(part)))
+        if known is None:
+            return unknown
+        if known.prefills == compat.backends.STOCK:
+            return known.reason or unknown
+    return None
+
+
+# A variable of SGLang 0.5.23: the pools do not exist yet when the tail is captured and checked.
+ALLOCATED_LATER = ServerRefusal(
+    "K and V get their memory after CUDA graphs are captured: unset "
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+)
+
+
+def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
+    """Return why the tail cannot read K and V of this server, or None.
+
+    It needs one tensor of K and one of V per layer, slot by slot, unquantised. If the cache's dtype
+    is not the queries', Triton's own forward fails at the first shared layer.
+
+    Args:
+        pool: the runner's ``token_to_kv_pool``.
+        dtype: the dtype of the model's weights and activations.
+    """
+    parts = [pool]
+    if type(pool) is compat.pools.SWAKVPool:
+        parts = [pool.full_kv_pool, pool.swa_kv_pool]
+    for part in parts:
+        if type(part) is not compat.pools.MHATokenToKVPool:
+            name = type(part).__name__
+            return ServerRefusal(f"K and V are in a {name}, whose layout is not known")
+        if compat.pools.is_allocated_later(part):
+            return ALLOCATED_LATER
+        method = compat.pools.find_quantisation(part)
+        if method is not None:
+            return ServerRefusal(f"K and V are quantised ({method})")
+        most = max(buffer.dim() for buffer in (*part.k_buffer, *part.v_buffer))
+        if most != 3:
+            return ServerRefusal(f"K and V are not stored slot by slot, but in {most} dimensions")
+    if pool.dtype == dtype:
+        return None
+    return ServerRefusal(f"a KV cache of {pool.dtype} with weights of {dtype}")

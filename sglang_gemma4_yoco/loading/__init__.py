@@ -1,1 +1,0 @@
-"""The connection to SGLang: patches once per process, setup for each runner."""

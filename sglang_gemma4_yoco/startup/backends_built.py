@@ -1,0 +1,49 @@
+"""The moment when SGLang's runner has built its attention backends: admit the server or not."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.admission import arguments, order
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.core import planning
+from sglang_gemma4_yoco.core.state import ModelState, find_state
+from sglang_gemma4_yoco.models import registry
+
+#: The kernel of the K/V norm is compiled once for few rows and once for many.
+_FEW, _MANY = 2, 257
+
+
+def start_model(runner: Any, model: Any) -> None:
+    """Give the model its state, which says whether its prefills may be cut."""
+    previous = find_state(model)
+    if previous is not None:
+        previous.close()
+    backends, refusal = order.admit(runner, model)
+    state = ModelState(model, registry.find_adapter(model), refusal, backends)
+    state.attach(planning.plan_batch)
+    state.on_close(partial(lifecycle.drop_tail, state))
+    if refusal is not None:
+        state.turn_off(refusal)
+        return
+    arguments.note_untested_release()
+    _compile_kernels(runner, state)
+
+
+@torch.no_grad()
+def _compile_kernels(runner: Any, state: ModelState) -> None:
+    """Compile the kernels for K and V without queries, which stock never runs.
+
+    Otherwise the first request would wait for the compiler. Never raises: that request can retry.
+    """
+    device = runner.device
+    try:
+        for number in _FEW, _MANY:
+            shape = state.adapter.get_row_shape(state.model)
+            rows = torch.zeros(number, *shape, dtype=runner.dtype, device=device)
+            positions = torch.zeros(number, dtype=torch.int64, device=device)
+            state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)
+    except Exception as failure:  # noqa: BLE001 - any failure falls back to stock later
+        log.log_failure("YOCO fast prefill: compiling kernels at start failed", failure)

@@ -1,0 +1,81 @@
+"""Wrapped methods of SGLang's runner: those in which it builds backends and captures graphs."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.core.state import first_shared_layer
+from sglang_gemma4_yoco.models import registry
+from sglang_gemma4_yoco.startup import backends_built, graphs_captured
+from sglang_gemma4_yoco.startup.guard import guarded
+
+_Runner = compat.names.ModelRunner
+_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+_FAILED = "YOCO fast prefill: its setup failed"
+
+
+def _set_up_around(
+    *,
+    after: Callable[[Any, Any], None],
+    during: Callable[[Any, Any], AbstractContextManager[None]] = lambda *_: nullcontext(),
+) -> _Wrap:
+    """Return a wrapper of a runner's method that sets up each text model of the runner.
+
+    Args:
+        after: called with the runner and the model when the method has returned.
+        during: returns a context in which the method runs; it may only restore what it has changed,
+            since it also ends if the method raises.
+    """
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            models: list[Any] = []
+            with ExitStack() as contexts:
+                with guarded(_FAILED, models):
+                    models += _find_text_models(self)
+                    for model in models:
+                        contexts.enter_context(during(self, model))
+                result = stock(self, *args, **kwargs)
+            with guarded(_FAILED, models):
+                for model in models:
+                    after(self, model)
+            return result
+
+        return method
+
+    return wrap
+
+
+def _find_text_models(runner: Any) -> list[Any]:
+    """Return the text models of a runner that have a KV-shared tail; none of a draft worker."""
+    if getattr(runner, "is_draft_worker", False):
+        return []
+    modules: Any = getattr(runner.model, "modules", list)  # on MLX it is not a PyTorch module
+    known: Any = tuple(registry.list_text_models())
+    models = list[Any]()
+    for model in modules():
+        if isinstance(model, known) and first_shared_layer(model.config) is not None:
+            models.append(model)
+    return models
+
+
+_SET_UP = _set_up_around(
+    during=graphs_captured.prepare_capture,
+    after=graphs_captured.set_up,
+)
+#: (class, attribute) -> its wrapper, with the reason and the change in SGLang that would make it
+#: unnecessary.
+WRAPPED: dict[tuple[type, str], _Wrap] = {
+    # Builds the tail's backend after the runner's, and observes each batch whose metadata exists.
+    # Unnecessary once one backend can hold the metadata of two batches (docs/upstream.md,
+    # change 3).
+    (_Runner, "init_attention_backends"): _set_up_around(after=backends_built.start_model),
+    # Captures the tail after SGLang's own graphs, and checks it before it serves; weight updates
+    # and changes of role capture decode steps alone, by the second. Unnecessary once SGLang's
+    # runner captures arbitrary functions of few rows, and has a plugin hook before serving.
+    (_Runner, "init_cuda_graphs"): _SET_UP,
+    (_Runner, "init_decode_cuda_graph"): _SET_UP,
+}
