@@ -1,12 +1,15 @@
-"""Files of ``.github/``: pinned actions."""
+"""Files of ``.github/``: pinned actions and the folders that CI runs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from scripts import run_tests
 from scripts.environment import REPO
 
 WORKFLOWS = sorted((REPO / ".github" / "workflows").glob("*.yml"))
@@ -30,3 +33,9 @@ def test_an_unpinned_action_is_seen() -> None:
     for action in ("a/b@v4", f"a/b@{commit}", f"a/b@{commit[:7]} # v4.4.0", f"a/b@{commit} # v4"):
         assert find_unpinned(f"- uses: {action}\n") == [action]
     assert not find_unpinned(f"- uses: a/b@{commit} # v4.4.0\n- uses: ./here\n")
+
+
+def test_ci_runs_every_folder() -> None:
+    """As ``.ci/run`` does, which runs ``FOLDERS``."""
+    jobs: Any = yaml.safe_load((REPO / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    assert {*jobs["tests"]["strategy"]["matrix"]["folder"]} == {*run_tests.FOLDERS}
