@@ -1,4 +1,4 @@
-"""Files of ``.github/``: pinned actions and the folders that CI runs."""
+"""Files of ``.github/``: pinned actions, the folders that CI runs, and what a report must have."""
 
 from __future__ import annotations
 
@@ -39,3 +39,12 @@ def test_ci_runs_every_folder() -> None:
     """As ``.ci/run`` does, which runs ``FOLDERS``."""
     jobs: Any = yaml.safe_load((REPO / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     assert {*jobs["tests"]["strategy"]["matrix"]["folder"]} == {*run_tests.FOLDERS}
+
+
+def test_the_template_asks_for_what_the_help_page_asks_for() -> None:
+    page = (REPO / "docs" / "help.md").read_text()
+    [section] = re.findall(r"^## What to attach to a report\n(.*)", page, re.MULTILINE | re.DOTALL)
+    wanted = re.findall(r"^- (.+)[;.]$", section, re.MULTILINE)
+    template = (REPO / ".github" / "ISSUE_TEMPLATE" / "report.md").read_text()
+    asked = re.findall(r"^### (.+)$", template, re.MULTILINE)
+    assert [words[0].lower() + words[1:] for words in asked] == wanted
