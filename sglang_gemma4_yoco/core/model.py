@@ -46,7 +46,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco.compat.backends import Attention
+from sglang_gemma4_yoco.compat.backends import BackendTable
 from sglang_gemma4_yoco.compat.names import TextModelNames
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -67,7 +67,7 @@ class TextModelAdapter(Protocol):
     Attributes:
         SGLANG: the SGLang symbols that it uses. A missing one turns only this model off.
         MODEL_TYPES: the ``model_type`` of its text configs, for ``doctor``, which loads no model.
-        ATTENTION: its attention backends in ``compat.backends.TABLE``, admitted and refused.
+        ATTENTION: its table of attention backends (``compat/backends.py``), admitted and refused.
         CUTS_MEDIA: prompts with images, video or audio may be cut.
         LEAVES_CAPTURED_PREFILLS: prefills that SGLang replays from CUDA graphs may be cut. Their
             capture (``compat/captured_prefills.py``) supports Gemma 4's residual stream only.
@@ -75,7 +75,7 @@ class TextModelAdapter(Protocol):
 
     SGLANG: TextModelNames
     MODEL_TYPES: tuple[str, ...]
-    ATTENTION: Attention
+    ATTENTION: BackendTable
     CUTS_MEDIA: bool
     LEAVES_CAPTURED_PREFILLS: bool
 
