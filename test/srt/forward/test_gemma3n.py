@@ -23,7 +23,13 @@ from sglang.srt.models.gemma3n_mm import Gemma3nForConditionalGeneration
 from transformers import Gemma3nForCausalLM as HuggingFaceModel
 
 from harness.batches import BATCHES, batch_of
-from harness.checking import assert_audited, checked, find_defect, result_of_check
+from harness.checking import (
+    assert_audited,
+    assert_keys_have_their_scale,
+    checked,
+    find_defect,
+    result_of_check,
+)
 from harness.decode_graphs import record_tail
 from harness.forwards import CHUNKS, ENGINE, assert_fast, assert_stock, state_of
 from harness.observe import assert_same_cache, run
@@ -126,6 +132,10 @@ def test_it_finds_streams_in_another_order(engine: Engine, monkeypatch: pytest.M
 
     monkeypatch.setattr(gemma3n, "run_tail", run_tail)
     assert find_defect(engine) == f"output of layer {CUT - 1}"
+
+
+def test_keys_have_their_scale(engine: Engine) -> None:
+    assert_keys_have_their_scale(engine)
 
 
 def test_audits(engine: Engine) -> None:
