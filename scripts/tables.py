@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of the documents, from files of benchmark/ and from tables of the package.
+"""Write the tables of the documents, from files of benchmark/, the package and the tests.
 
 ``TABLES`` has all tables. Each is a part of a page, between two marker lines. The page has the
 header; the script writes the rows, and below them the commit, date and command of each result file.
@@ -118,46 +118,57 @@ def list_methods() -> Rows:
         yield f"`{path}`", f"`{name}`, if there is one"
 
 
-def list_backends() -> Rows:
-    """Yield Gemma 4's attention backends; flags with equal cells share a row."""
+def get_backends() -> dict[str, tuple[Backend, ...]]:
+    """Return the package's attention backends, by the documents' names of the models."""
     from sglang_gemma4_yoco.compat import backends
 
+    return {"Gemma 4": backends.GEMMA4, "Gemma 3n": backends.GEMMA3N}
+
+
+def list_evidence() -> Iterator[tuple[str, Backend, Document]]:
+    """Yield the models' attention backends: the model, the package's entry, and the evidence."""
+    evidence = tomllib.loads(EVIDENCE.read_text())
+    for model, entries in get_backends().items():
+        for backend in entries:
+            yield model, backend, evidence[model][backend.path.rpartition(".")[2]]
+
+
+def list_backends() -> Rows:
+    """Yield Gemma 4's attention backends; flags with equal cells share a row."""
     found = defaultdict[tuple[str, str], list[str]](list)
-    for row in backends.list_rows(backends.GEMMA4).values():
-        found[row.chosen, describe_backend(row)] += row.flags
+    for model, backend, evidence in list_evidence():
+        if model == "Gemma 4":
+            found[evidence["selected"], describe_backend(backend)] += backend.flags
     for cells, flags in found.items():
         yield format_flags(flags), *cells
 
 
 def list_backend_modes() -> Rows:
-    """Yield each model's attention backends, when SGLang chooses them, and their effect."""
-    from sglang_gemma4_yoco.compat import backends
-
-    for row in backends.TABLE:
-        happens = describe_backend(row)
-        if row.note:
-            happens += f": {row.note}"
-        yield f"{row.model}, {format_flags(row.flags)}", row.chosen, happens
+    """Yield each model's attention backends, when SGLang selects them, and their effect."""
+    for model, backend, evidence in list_evidence():
+        happens = describe_backend(backend)
+        if "note" in evidence:
+            happens += f": {evidence['note']}"
+        yield f"{model}, {format_flags(backend.flags)}", evidence["selected"], happens
 
 
 def list_cards() -> Rows:
     """Yield GPUs: SGLang's attention backend for Gemma 4, its effect, and what was tested."""
-    from sglang_gemma4_yoco.compat import backends
-
-    refused = backends.list_flags(backends.list_rows(backends.GEMMA4), backends.STOCK)
+    entries = get_backends()["Gemma 4"]
+    active = [flag for entry in entries if entry.is_admitted for flag in entry.flags]
     for card, (architecture, flag) in CARDS.items():
         happens = NOTES.get(card, "active")
-        if flag in refused:
+        if flag not in active:
             happens = "stock"
         features = TRIED.get(card, ("read",) * 3)
         yield card, architecture, f"`{flag}`", happens, *features
 
 
-def describe_backend(row: Backend) -> str:
+def describe_backend(backend: Backend) -> str:
     """Return the effect of a class of attention backends on a model's prefills."""
-    if row.prefills == "stock":
+    if not backend.is_admitted:
         return "stock"
-    if row.tail:
+    if backend.may_run_tail:
         return "active"
     return "active; the tail runs on Triton"
 
@@ -343,6 +354,7 @@ TRIED = {
 README, SUMMARY, LONG = "README.md", "benchmark/README.md", "benchmark/results/README.md"
 GPU = "benchmark/on_a_gpu.md"
 NOTED = REPO / "benchmark" / "noted.toml"
+EVIDENCE = REPO / "test" / "srt" / "harness" / "attention_backends.toml"
 COMPARED = ("measured", "expected")
 REPLAYED = ("model", "tokens", "stock", "stock replayed", "captured", "both")
 REPLAYED_ON_AN_H100 = partial(list_predicted, "H100", REPLAYED, (512, 1024, 2048, 8192))

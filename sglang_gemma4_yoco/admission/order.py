@@ -40,7 +40,7 @@ def find_runner_reason(runner: Any, model: Any) -> ServerRefusal | None:
         or compat.names.find_missing(adapter.SGLANG)
         or third_party.find_third_party_code(type(runner.model), runner)
         or adapter.find_unsupported_reason(model)
-        or runner_parts.find_backend_reason(runner.attn_backend, adapter.ATTENTION)
+        or runner_parts.find_backend_reason(runner.attn_backend, adapter.ATTENTION_BACKENDS)
         or runner_parts.find_pool_reason(runner.token_to_kv_pool, runner.dtype)
     )
 
@@ -52,7 +52,7 @@ def admit(runner: Any, model: Any) -> tuple[BackendPair | None, ServerRefusal | 
     """
     backends, refusal = None, find_runner_reason(runner, model)
     if refusal is None:
-        backends = build_pair(runner, model, registry.find_adapter(model).ATTENTION)
+        backends = build_pair(runner, model, registry.find_adapter(model).ATTENTION_BACKENDS)
         if backends is None:
             refusal = runner_parts.NO_TAIL
     # All ranks have the same release, arguments and variables, so all of them compare, or none

@@ -10,20 +10,20 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 NO_TAIL = ServerRefusal("no attention backend could be built for the tail")
 
 
-def find_backend_reason(main: Any, attention: compat.backends.Attention) -> ServerRefusal | None:
+def find_backend_reason(main: Any, table: compat.backends.BackendTable) -> ServerRefusal | None:
     """Return why the server's attention backend rules out fast prefill for a model, or None.
 
     Args:
         main: the server's attention backend.
-        attention: the model's rows of ``compat.backends.TABLE``.
+        table: the model's (``compat/backends.py``).
     """
     for part in compat.attention.list_parts(main):
         name = type(part).__name__
         unknown = ServerRefusal(f"the attention backend {name} is not known to be correct")
-        known = attention.get(compat.backends.get_path(type(part)))
+        known = table.get(compat.backends.get_path(type(part)))
         if known is None:
             return unknown
-        if known.prefills == compat.backends.STOCK:
+        if not known.is_admitted:
             return known.reason or unknown
     return None
 

@@ -183,7 +183,11 @@ def _find_in(place: str, owner: Any) -> Iterator[ForeignCode]:
 
 
 def _find_definitions(part: Any) -> Iterator[tuple[str, str]]:
-    """Yield the module and name of third-party code in this function, class or wrapper."""
+    """Yield the module and name of third-party code in this function, class or wrapper.
+
+    Known code is looked through: for ``functools.partial(package.f)`` the result is ``package`` and
+    ``f``. Of unknown code only the outermost is named.
+    """
     kind = type(part)  # a proxy's ``__class__``, which ``isinstance`` reads, is another object's
     if not (callable(part) or hasattr(kind, "__get__")):
         return

@@ -128,7 +128,7 @@ class Auditor:
         stock.keys = layerwise.get_donor_cache(self._state, plan).read()
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):
             _, found = layerwise.run_on_stocks_rows(self._state, plan, stock)
-            plan = replace(plan, runner=EagerTail.of(self._state, plan.kept_batch))
+            plan = replace(plan, runner=EagerTail.of(self._state, plan.backends, plan.kept_batch))
         _, found_eagerly = layerwise.run_on_stocks_rows(self._state, plan, stock)
         return found + found_eagerly, output
 

@@ -57,8 +57,8 @@ _TOLERANCES = {
     _FINAL: Tolerance(2.0),  # the last layer's error, and the norm's
 }
 
-#: Called with a step, its layer and its rows, which may be overwritten.
-_Visit = Callable[[str, int, torch.Tensor], None]
+#: Called with a step, its layer and its result, [rows, ...], which may be overwritten.
+_OnStep = Callable[[str, int, torch.Tensor], None]
 
 
 @dataclass
@@ -92,43 +92,43 @@ class Stock:
 
 @contextmanager
 def call_before_layers(
-    state: ModelState, numbers: range, visit: Callable[..., None]
+    state: ModelState, numbers: range, hook: Callable[..., None]
 ) -> Iterator[None]:
-    """Call ``visit`` before each of these layers, as a hook with the layer's number first.
+    """Call ``hook`` before each of these layers, as PyTorch does, with the layer's number first.
 
     Models call their layers with keywords only.
     """
     with ExitStack() as stack:
         for number in numbers:
-            hook = partial(visit, number)
             layer = state.model.layers[number]
-            stack.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            numbered = partial(hook, number)
+            stack.enter_context(layer.register_forward_pre_hook(numbered, with_kwargs=True))
         yield
 
 
 @contextmanager
-def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
-    """Call ``visit`` with the result of each step of the tail in the ``with`` block."""
+def _call_after_steps(state: ModelState, on_step: _OnStep) -> Iterator[None]:
+    """Call ``on_step`` with the result of each step of the tail in the ``with`` block."""
 
     def attend(
         number: int, attention: Any, stock: Any, q: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         heads = len(q), attention.tp_q_head_num, -1
-        visit(_QUERIES, number, q.view(heads))
+        on_step(_QUERIES, number, q.view(heads))
         output: torch.Tensor = stock(q, *args, **kwargs)
-        visit(_ATTENTION, number, output.view(heads))
+        on_step(_ATTENTION, number, output.view(heads))
         kwargs["save_kv_cache"] = False  # K and V are written already
         mean = stock(torch.zeros_like(q), *args, **kwargs)
-        visit(_MEAN, number, mean.view(heads))
+        on_step(_MEAN, number, mean.view(heads))
         return output
 
     def run_layer(number: int, _: Any, stock: Any, **call: Any) -> Any:
         if number == state.cut_layer:
-            visit(_OUTPUT, number - 1, state.adapter.view_rows(call["hidden_states"]))
+            on_step(_OUTPUT, number - 1, state.adapter.view_rows(call["hidden_states"]))
         if call.get("per_layer_input") is not None:
-            visit(_INPUT, number, call["per_layer_input"])
+            on_step(_INPUT, number, call["per_layer_input"])
         output = stock(**call)
-        visit(_OUTPUT, number, state.adapter.view_rows(output))
+        on_step(_OUTPUT, number, state.adapter.view_rows(output))
         return output
 
     with ExitStack() as stack:
@@ -170,7 +170,7 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
     with (
         patched(model, project_per_layer_inputs=projecting),
         call_before_layers(state, range(first, state.cut_layer + 1), keep_all),
-        _visit_steps(state, keep),
+        _call_after_steps(state, keep),
         ExitStack() as stack,  # removes the hook even if another exit fails
     ):
         stack.enter_context(model.norm.register_forward_hook(keep_final))
@@ -187,14 +187,15 @@ def run_on_stocks_rows(
     Returns:
         The model's output, [T, hidden], and the findings of all steps.
     """
-    # The slots are read now: the tail's batch has others.
     layers = list(state.model.layers)  # Gemma 3n's tail replaces them while it runs
-    steps = _StepComparer(state, stock, get_donor_cache(state, plan), layers, set(stock.kept))
+    # Looked up before the tail runs: meanwhile ``out_cache_loc`` has the kept rows' slots alone.
+    cached = get_donor_cache(state, plan)
+    steps = _StepComparer(state, stock, cached, layers, set(stock.kept))
     rows_at_cut = stock.layer_inputs[state.cut_layer].clone()
     output = rows_at_cut.new_zeros(len(rows_at_cut), state.model.config.hidden_size)
     inputs = cut.make_inputs(state, plan)
     with zero_slots(steps.cached, stock.keys):
-        with _visit_steps(state, steps.visit):
+        with _call_after_steps(state, steps.compare_and_replace):
             steps.compare_inputs(inputs)
             cut.finish_prefill(state, plan, output, rows_at_cut, stock.positions, inputs)
         rows = output.index_select(0, stock.index)
@@ -202,7 +203,7 @@ def run_on_stocks_rows(
             steps.found.append(_compare_captured(plan.runner, plan.kept_batch.batch, steps, rows))
         steps.compare_keys_and_values()
     if isinstance(plan.runner, EagerTail):
-        steps.visit(_FINAL, len(state.model.layers) - 1, rows)
+        steps.compare_and_replace(_FINAL, len(state.model.layers) - 1, rows)
         for step, layer in steps.missing:
             steps.found.append(rounding.make_defect(f"no {step} of layer {layer}"))
     return output, steps.found
@@ -234,7 +235,7 @@ class _StepComparer:
         projected = inputs.project(stock.embeds.clone(), stock.embedded)
         if projected is not None:
             before_cut = projected[:, :cut_layer]
-            self.visit(_INPUTS, cut_layer, before_cut.index_select(0, stock.index))
+            self.compare_and_replace(_INPUTS, cut_layer, before_cut.index_select(0, stock.index))
 
     def compare_keys_and_values(self) -> None:
         """Compare K and V of layer S-1 in the pool, and replace them by stock's."""
@@ -242,7 +243,7 @@ class _StepComparer:
         self.found += compare_keys_and_values(self.state.cut_layer, expected, self.cached.read())
         self.cached.write(expected)
 
-    def visit(self, step: str, layer: int, found: torch.Tensor) -> None:
+    def compare_and_replace(self, step: str, layer: int, found: torch.Tensor) -> None:
         """Compare ``found``, the result of a step, and overwrite it with stock's."""
         if (step, layer) == (_OUTPUT, self.state.cut_layer - 1):  # the tail begins
             self.compare_keys_and_values()

@@ -160,9 +160,9 @@ class BothPaths:
         if not run.logits.isfinite().all():
             raise NotComparableError(NOT_FINITE)
         self._logits = run.logits
-        #: K and V of layer S-1, and of the layers before it.
-        *before_cut, (_, stock.keys) = run.caches.items()
-        self._before_cut = dict(before_cut)
+        #: K and V of the layers before layer S-1.
+        self._before_cut = dict(run.caches)
+        stock.keys = self._before_cut.pop(state.cut_layer)
 
     def findings(self) -> list[Difference]:
         """Run all comparisons, and return their findings.

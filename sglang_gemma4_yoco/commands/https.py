@@ -18,7 +18,7 @@ def make_session(url: str, key: str | None = None) -> requests.Session:
     import requests  # both come with SGLang
     import urllib3
 
-    urllib3.disable_warnings()  # about certificates that are not checked
+    urllib3.disable_warnings()  # with --insecure it would warn at each request
     client = requests.Session()
     client.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1", "0.0.0.0")
     client.headers["Connection"] = "close"  # an idle connection may close while it is reused

@@ -15,7 +15,7 @@ from sglang_gemma4_yoco import compat, metrics
 from sglang_gemma4_yoco.admission import arguments, third_party
 from sglang_gemma4_yoco.commands.console import CommandError, Report, check_directory
 from sglang_gemma4_yoco.commands.redact import show_flags
-from sglang_gemma4_yoco.compat.backends import READ, RUN, list_flags
+from sglang_gemma4_yoco.compat.backends import list_admitted
 from sglang_gemma4_yoco.core.model import TextModelAdapter
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.models import registry
@@ -149,13 +149,14 @@ def _judge(report: Report, adapter: TextModelAdapter, argument: Any) -> None:
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
     attention = sorted(map(str, names))
     report.add("attention backend", ", ".join(attention), attention=attention)
-    run = list_flags(adapter.ATTENTION, RUN)
-    others = [name for name in attention if name not in run]
+    admitted = list_admitted(adapter.ATTENTION_BACKENDS)
+    known = [flag for backend in admitted if backend.may_run_tail for flag in backend.flags]
+    others = [name for name in attention if name not in known]
     if others:
-        admitted = ", ".join(list_flags(adapter.ATTENTION, RUN, READ))
+        flags = ", ".join(flag for backend in admitted for flag in backend.flags)
         report.unknowns.append(
             f"attention by {', '.join(others)}: known when a server has built it. Admitted for "
-            f"this model are {admitted}, and hybrids of them"
+            f"this model are {flags}, and hybrids of them"
         )
 
 

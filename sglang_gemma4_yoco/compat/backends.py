@@ -1,8 +1,9 @@
-"""SGLang's attention backends: those that a model admits, and the evidence.
+"""SGLang's attention backends: which ones a model admits, and which ones may run its tail.
 
-``TABLE`` is the only list of them: admission in a server, the output of ``doctor``, and the tables
-of the documents follow from it. A class that it does not admit for a model runs as stock, and so
-does a class derived from an admitted one.
+``GEMMA4`` and ``GEMMA3N`` are the only lists of them: admission in a server, the output of
+``doctor``, and the tables of the documents follow from them. A class that is not admitted for a
+model runs as stock, and so does a class derived from an admitted one. The evidence for each entry
+is in ``test/srt/harness/attention_backends.toml``.
 
 A class is correct for prefills if an extend step writes K and V of all rows to the pools, and if
 each row of a window layer sees the layer's number of keys, its own included. It is correct for the
@@ -10,46 +11,32 @@ tail if a decode step over a donor's K and V sees the keys of the prefill's row,
 captured: it reads only buffers that planning fills.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
-#: Tests run SGLang's own class.
-RUN = "run"
-#: The source of the class was reviewed: 0.5.23 in full, 0.5.22 by grep.
-READ = "read"
-#: Not admitted.
-STOCK = "stock"
-
 
 class Backend(NamedTuple):
-    """A class of attention backends, and its status for one model.
+    """A class of attention backends, as one model may use it.
 
     Attributes:
-        model: as the documents call it.
         path: the class's module and name in SGLang 0.5.22 and 0.5.23.
         flags: the values of ``--attention-backend`` for which SGLang builds it for this model.
-        prefills: ``RUN``, ``READ`` or ``STOCK``.
-        tests: files below ``test/srt``, or tests in them. They show that the class is correct; if
-            ``READ``, that a class used in its place is; if ``STOCK``, that it is refused.
-        tail: tests that run the tail on it. If empty, it must not run the tail.
-        chosen: when SGLang chooses it.
-        note: for the documents, in Markdown.
+        is_admitted: prefills on it may be cut.
+        may_run_tail: the tail may run on it.
         reason: the reason for refusing a server, if not the general one.
     """
 
-    model: str
     path: str
     flags: tuple[str, ...]
-    prefills: str
-    tests: tuple[str, ...]
-    tail: tuple[str, ...] = ()
-    chosen: str = "by name"
-    note: str = ""
+    is_admitted: bool = False
+    may_run_tail: bool = False
     reason: ServerRefusal | None = None
 
 
-GEMMA4, GEMMA3N = "Gemma 4", "Gemma 3n"
+#: The entries of one model, by the path of the class.
+BackendTable = dict[str, Backend]
 
 TRITON = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 TRTLLM = "sglang.srt.layers.attention.trtllm_mha_backend.TRTLLMHAAttnBackend"
@@ -69,68 +56,33 @@ FLASHINFER_DIFFERS = ServerRefusal(
     "after a cached prefix (docs/upstream/gemma3n_window.md)"
 )
 
-_HARD, _ANY = "triton/test_hard_batches", "triton/test_any_backend_triton"
-_READ_4 = ("server/test_pages", _ANY, "forward/test_any_backend")
-_READ_3N = (
-    "server/test_gemma3n_server",
-    "forward/test_gemma3n",
-    "forward/test_ranks::test_ranks_of_gemma3n",
-    "triton/test_gemma3n_triton",
+GEMMA4 = (
+    Backend(TRITON, ("triton",), is_admitted=True, may_run_tail=True),
+    Backend(TRTLLM, ("trtllm_mha",), is_admitted=True),
+    Backend(FA, ("fa4",), is_admitted=True),
+    Backend(XPU, ("intel_xpu",), is_admitted=True),
+    Backend(AITER, ("aiter",)),
+    Backend(ASCEND, ("ascend",)),
+    Backend(AMX, ("intel_amx",)),
 )
-_REFUSED = ("unit/test_limits::test_an_attention_backend",)
-
-_NOT_SM100 = "by default (also on an H100 and on AMD), except on SM100"
-_SM100 = "by default on SM100 (such as B200)"
-_SM90 = "`fa3` by default on SM90 (such as H100)"
-_AMD = "by default on AMD"
-_PLATFORM = "by name, or by its platform"
-
-_NARROW = "its window is one key narrower in some of its kernels"
-_OWN_POOLS = "its pools and forward modes are its own"
-_NO_TRITON = (
-    "its decode step writes K and V of as many rows as there are queries, and Triton is not "
-    "available on its platform"
+GEMMA3N = (
+    Backend(TRITON, ("triton",), may_run_tail=True, reason=TRITON_FAILS),
+    Backend(TRTLLM, ("trtllm_mha",), is_admitted=True),
+    Backend(FA, ("fa3", "fa4"), is_admitted=True),
+    Backend(XPU, ("intel_xpu",), is_admitted=True),
+    Backend(AITER, ("aiter",)),
+    Backend(FLASHINFER, ("flashinfer",), reason=FLASHINFER_DIFFERS),
 )
 
-TABLE = (
-    Backend(GEMMA4, TRITON, ("triton",), RUN, (_HARD,), tail=(_HARD, _ANY), chosen=_NOT_SM100),
-    Backend(GEMMA4, TRTLLM, ("trtllm_mha",), READ, _READ_4, chosen=_SM100),
-    Backend(GEMMA4, FA, ("fa4",), READ, _READ_4),
-    Backend(GEMMA4, XPU, ("intel_xpu",), READ, _READ_4),
-    Backend(GEMMA4, AITER, ("aiter",), STOCK, _REFUSED, note=_NARROW),
-    Backend(GEMMA4, ASCEND, ("ascend",), STOCK, _REFUSED, chosen=_PLATFORM, note=_OWN_POOLS),
-    Backend(GEMMA4, AMX, ("intel_amx",), STOCK, _REFUSED, chosen=_PLATFORM, note=_NO_TRITON),
-    Backend(
-        *(GEMMA3N, TRITON, ("triton",), STOCK, ("triton/test_gemma3n_triton::test_alone",)),
-        tail=("triton/test_gemma3n_triton::test_beside_another_backend",),
-        # In all releases that were tested.
-        note="SGLang crashes at the first prefill ([bug](upstream/gemma3n_attention_output.md))",
-        reason=TRITON_FAILS,
-    ),
-    Backend(GEMMA3N, TRTLLM, ("trtllm_mha",), READ, _READ_3N, chosen=_SM100),
-    Backend(GEMMA3N, FA, ("fa3", "fa4"), READ, _READ_3N, chosen=_SM90),
-    Backend(GEMMA3N, XPU, ("intel_xpu",), READ, _READ_3N),
-    Backend(GEMMA3N, AITER, ("aiter",), STOCK, _REFUSED, chosen=_AMD, note=_NARROW),
-    Backend(
-        *(GEMMA3N, FLASHINFER, ("flashinfer",), STOCK, ("forward/test_gemma3n::test_flashinfer",)),
-        chosen="by default on other NVIDIA GPUs",
-        note="it may read other requests' K and V, and its windows differ between rows: "
-        "[what was read](upstream/gemma3n_window.md)",
-        reason=FLASHINFER_DIFFERS,
-    ),
-)
-#: The rows of ``TABLE`` for one model, by the path of the class.
-Attention = dict[str, Backend]
+
+def make_table(entries: Iterable[Backend]) -> BackendTable:
+    """Return the entries of one model by the path of the class."""
+    return {entry.path: entry for entry in entries}
 
 
-def list_rows(model: str) -> Attention:
-    """Return the rows of ``TABLE`` for a model, by the path of the class."""
-    return {row.path: row for row in TABLE if row.model == model}
-
-
-def list_flags(attention: Attention, *prefills: str) -> list[str]:
-    """Return the flags of the classes with one of these values of ``prefills``."""
-    return [flag for row in attention.values() if row.prefills in prefills for flag in row.flags]
+def list_admitted(table: BackendTable) -> list[Backend]:
+    """Return the entries that are admitted for prefills."""
+    return [entry for entry in table.values() if entry.is_admitted]
 
 
 def get_path(kind: type) -> str:
@@ -138,12 +90,13 @@ def get_path(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def may_run_tail(attention: Attention, backend: object) -> bool:
-    """Return True if the tail may run on a backend: tests run it on its class."""
-    row = attention.get(get_path(type(backend)))
-    return row is not None and bool(row.tail)
+def may_run_tail(table: BackendTable, backend: object) -> bool:
+    """Return True if the tail may run on a backend of this class."""
+    entry = table.get(get_path(type(backend)))
+    return entry is not None and entry.may_run_tail
 
 
 def list_backend_modules() -> list[str]:
     """Return the modules of the classes that a model admits for prefills."""
-    return [row.path.rpartition(".")[0] for row in TABLE if row.prefills != STOCK]
+    entries = (*GEMMA4, *GEMMA3N)
+    return [entry.path.rpartition(".")[0] for entry in entries if entry.is_admitted]

@@ -61,7 +61,10 @@ class TextModelNames:
 
     Attributes:
         text_model: the path of the class of text models.
-        loop: the attribute of the model that ends the loop over layers in its forward.
+        loop: the attribute of the model that its forward reads to run its layers, and that
+            ``stop_before_cut`` patches to end the loop early: ``end_layer`` if the forward counts
+            up to it, ``layers`` if it iterates over them. A forward that does not read it turns the
+            model off.
         signatures: the first parameters of functions and classes, by their path below the module of
             the class; ``...`` stands for any others.
         outer_models: modules with the models around it, which pass its rows only to their logits

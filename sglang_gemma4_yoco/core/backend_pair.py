@@ -77,16 +77,16 @@ class BackendPair:
             yield
 
 
-def build_pair(runner: Any, model: Any, attention: compat.backends.Attention) -> BackendPair | None:
+def build_pair(runner: Any, model: Any, table: compat.backends.BackendTable) -> BackendPair | None:
     """Return the backends of a runner; None, with a log line, if the tail's cannot be built.
 
     Args:
         model: the runner's text model.
-        attention: the model's entries of ``compat.backends.TABLE``.
+        table: the model's attention backends (``compat/backends.py``).
     """
     try:
         tail_backend = compat.attention.build_backend(runner, model.layers)
-        if compat.backends.may_run_tail(attention, tail_backend):
+        if compat.backends.may_run_tail(table, tail_backend):
             return BackendPair(runner.attn_backend, tail_backend)
         failure = f"the backend registered as triton is a {type(tail_backend).__name__}"
     except Exception as raised:  # noqa: BLE001 - any failure falls back to stock

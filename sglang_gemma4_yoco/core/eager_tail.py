@@ -1,11 +1,14 @@
 """The tail, launched layer by layer."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sglang_gemma4_yoco.core.backend_pair import BackendPair
 from sglang_gemma4_yoco.core.kept_batch import KeptBatch
 from sglang_gemma4_yoco.core.per_layer import Buffers
 from sglang_gemma4_yoco.core.state import ModelState
@@ -16,15 +19,16 @@ class EagerTail:
     """A ``TailRunner`` that launches each layer; ``metadata`` is that of the tail's backend."""
 
     state: ModelState
+    backends: BackendPair
     kept_batch: KeptBatch
     metadata: Any
     buffers: Buffers | None = None
 
     @classmethod
-    def of(cls, state: ModelState, kept_batch: KeptBatch) -> "EagerTail":
+    def of(cls, state: ModelState, backends: BackendPair, kept_batch: KeptBatch) -> EagerTail:
         """Return a runner with the tail's attention metadata; the next one may overwrite it."""
-        metadata = state.get_backends().init_tail_metadata(kept_batch.batch, kept_batch.fields)
-        return cls(state, kept_batch, metadata)
+        metadata = backends.init_tail_metadata(kept_batch.batch, kept_batch.fields)
+        return cls(state, backends, kept_batch, metadata)
 
     def run(
         self,
@@ -37,7 +41,7 @@ class EagerTail:
         kept, kept_positions = rows.index_select(0, index), positions.index_select(0, index)
         fields = {**self.kept_batch.fields, "positions": kept_positions}
         inputs = get_inputs()
-        with state.get_backends().running_tail(batch, fields, self.metadata):
+        with self.backends.running_tail(batch, fields, self.metadata):
             return state.adapter.run_tail(
                 state.model, state.tail_layers, batch, kept, kept_positions, inputs
             )

@@ -1,7 +1,8 @@
 """The protocol of text models whose last layers share K and V of earlier ones.
 
-To add a model, write one module with the members of ``TextModelAdapter``, and add it to
-``models/registry.py`` and its attention backends to ``compat/backends.py``. The core's view of the
+To add a model, write one module with the members of ``TextModelAdapter``, add it to
+``models/registry.py``, and give it entries of its own in ``compat/backends.py``: evidence that a
+class of attention backends is right for one model admits it for no other. The core's view of the
 residual stream always has the rows first: [T, hidden] for Gemma 4, [T, 4, hidden] for the four
 streams of Gemma 3n.
 
@@ -46,7 +47,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco.compat.backends import Attention
+from sglang_gemma4_yoco.compat.backends import BackendTable
 from sglang_gemma4_yoco.compat.names import TextModelNames
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -67,7 +68,7 @@ class TextModelAdapter(Protocol):
     Attributes:
         SGLANG: the SGLang symbols that it uses. A missing one turns only this model off.
         MODEL_TYPES: the ``model_type`` of its text configs, for ``doctor``, which loads no model.
-        ATTENTION: its attention backends in ``compat.backends.TABLE``, admitted and refused.
+        ATTENTION_BACKENDS: its table in ``compat/backends.py``, admitted and refused ones.
         CUTS_MEDIA: prompts with images, video or audio may be cut.
         LEAVES_CAPTURED_PREFILLS: prefills that SGLang replays from CUDA graphs may be cut. Their
             capture (``compat/captured_prefills.py``) supports Gemma 4's residual stream only.
@@ -75,7 +76,7 @@ class TextModelAdapter(Protocol):
 
     SGLANG: TextModelNames
     MODEL_TYPES: tuple[str, ...]
-    ATTENTION: Attention
+    ATTENTION_BACKENDS: BackendTable
     CUTS_MEDIA: bool
     LEAVES_CAPTURED_PREFILLS: bool
 
@@ -151,5 +152,8 @@ class TextModelAdapter(Protocol):
         """Return the scale of the keys of a layer with its own K and V, by channel: [head_dim].
 
         The weight of their norm, or about their root mean square if there is no norm. The check at
-        start makes synthetic keys of this scale.
+        start makes synthetic keys of this scale, and the tolerance of attention's scores is
+        proportional to it. It may be off by a factor of 2. With a hundredth of it, audits of sharp
+        fp32 models reject right prefills; with ten thousand times as much, scores that are off by
+        10 % pass.
         """

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.patched import patched
 
 
 def can_be_split(model: Any) -> bool:
@@ -25,27 +26,12 @@ def can_be_split(model: Any) -> bool:
     return len(projection.weight) == columns
 
 
-class _SomeLayers:
-    """The model as ``project_per_layer_inputs`` sees it, with layers [start, stop) only."""
-
-    def __init__(self, model: Any, start: int, stop: int) -> None:
-        width = model.hidden_size_per_layer_input
-        self._model = model
-        self._columns = slice(start * width, stop * width)
-        self.config = SimpleNamespace(num_hidden_layers=stop - start)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def per_layer_model_projection(self, embeds: torch.Tensor) -> tuple[torch.Tensor, None]:
-        weight = self._model.per_layer_model_projection.weight[self._columns]
-        return functional.linear(embeds, weight), None
-
-
 def project_layers(
     model: Any, embeds: torch.Tensor, embedded: torch.Tensor | None, start: int, stop: int
 ) -> torch.Tensor:
     """Return the per-layer inputs of layers [start, stop), computed by the stock function.
+
+    It sees a model that has these layers only. Unnecessary once it takes a range of layers.
 
     Args:
         embeds: [rows, hidden], the input embeddings.
@@ -54,8 +40,15 @@ def project_layers(
     Returns:
         [rows, stop - start, width].
     """
-    some_layers = _SomeLayers(model, start, stop)
-    projected: torch.Tensor = type(model).project_per_layer_inputs(some_layers, embeds, embedded)
+    width = model.hidden_size_per_layer_input
+    weight = model.per_layer_model_projection.weight[start * width : stop * width]
+
+    def project_columns(rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return functional.linear(rows, weight), None
+
+    config = SimpleNamespace(num_hidden_layers=stop - start)
+    with patched(model, config=config, per_layer_model_projection=project_columns):
+        projected: torch.Tensor = type(model).project_per_layer_inputs(model, embeds, embedded)
     return projected
 
 
@@ -109,14 +102,15 @@ class PerLayerInputs:
                 self.model, embeds, embedded
             )
             return self._projected
-        cut, into = self.cut, self.buffers or (None, None)
-        before_cut = None
-        if embedded is not None:
-            before_cut = embedded[:, :cut]
-            self._embedded = torch.index_select(embedded[:, cut:], 0, self.index, out=into[1])
+        into_embeds = into_embedded = before_cut = None
+        if self.buffers is not None:
+            into_embeds, into_embedded = self.buffers.embeds, self.buffers.embedded
         # Copied now: the embeddings are layer 0's residual, which its fused add-norm overwrites.
-        self._embeds = torch.index_select(embeds, 0, self.index, out=into[0])
-        return project_layers(self.model, embeds, before_cut, 0, cut)
+        self._embeds = torch.index_select(embeds, 0, self.index, out=into_embeds)
+        if embedded is not None:
+            before_cut, after_cut = embedded[:, : self.cut], embedded[:, self.cut :]
+            self._embedded = torch.index_select(after_cut, 0, self.index, out=into_embedded)
+        return project_layers(self.model, embeds, before_cut, 0, self.cut)
 
     def are_complete(self) -> bool:
         """Return True if the model has projected them, with the inputs that a captured tail needs.

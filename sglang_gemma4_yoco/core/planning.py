@@ -47,7 +47,8 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
     eligible = eligibility.check_eligibility(state, forward_batch)
     if isinstance(eligible, Refusal):
         return eligible
-    backends = state.get_backends()
+    backends = state.backends
+    assert backends is not None, "without a backend of the tail's own no batch is eligible"
     kept_batch = KeptBatch.of(forward_batch, eligible.kept, decodes=backends.decodes)
     runner: TailRunner | None = None
     outcome = counters.TAIL_SKIPPED
@@ -55,7 +56,7 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
         runner = eligible.bucket.fill(forward_batch, kept_batch.index)
         outcome = counters.TAIL_CAPTURED
     elif not eligible.is_intermediate_chunk:
-        runner = EagerTail.of(state, kept_batch)
+        runner = EagerTail.of(state, backends, kept_batch)
         outcome = counters.TAIL_EAGER
     if state.front is not None:
         outcome = state.front.name_outcome(outcome)

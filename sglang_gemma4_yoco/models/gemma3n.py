@@ -43,7 +43,7 @@ SGLANG = TextModelNames(
 CUTS_MEDIA = False
 LEAVES_CAPTURED_PREFILLS = False
 MODEL_TYPES: tuple[str, ...] = ("gemma3n_text",)
-ATTENTION = compat.backends.list_rows(compat.backends.GEMMA3N)
+ATTENTION_BACKENDS = compat.backends.make_table(compat.backends.GEMMA3N)
 
 
 def find_unsupported_reason(model: Any) -> ServerRefusal | None:

@@ -45,7 +45,7 @@ SGLANG = TextModelNames(
 CUTS_MEDIA = True
 LEAVES_CAPTURED_PREFILLS = True
 MODEL_TYPES: tuple[str, ...] = ("gemma4_text", "gemma4_unified_text")
-ATTENTION = compat.backends.list_rows(compat.backends.GEMMA4)
+ATTENTION_BACKENDS = compat.backends.make_table(compat.backends.GEMMA4)
 
 
 def find_unsupported_reason(model: Any) -> ServerRefusal | None:

@@ -31,7 +31,9 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     current = compat.attention.get_current_backend()
     if eligibility.find_ineligible_reason(state, forward_batch) is not None:
         return False
-    return current is None or compat.backends.may_run_tail(state.adapter.ATTENTION, current)
+    return current is None or compat.backends.may_run_tail(
+        state.adapter.ATTENTION_BACKENDS, current
+    )
 
 
 def _yoco_truncate_to_last_tokens(

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-_ENOUGH = 4  # answers, for the largest of their differences to be left out
+# With fewer answers, leaving the largest difference out would hide a defect in one of them.
+_ENOUGH = 4
 EXACT_LOGPROB = 1e-3  # sums in another order move a float32 log-probability by 1e-5 at most
 
 
@@ -150,9 +151,11 @@ def _measure_difference(one: Position, other: Position) -> float:
 def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> str | None:
     """Return the difference that exceeds its bound, as a sentence, or None.
 
-    ``verify --help`` has the rule. Unless ``exact``, tokens are not compared: the last bit decides
-    between two that are equally likely. Where a head attends to few keys, rounding usually changes
-    nothing, and sometimes a lot.
+    If ``exact``, all tokens must be equal, and log-probabilities within ``EXACT_LOGPROB``.
+    Otherwise the mean difference of fast from stock may be three times stock's from itself, plus a
+    share of stock's largest one, plus 0.05. Tokens are not compared then: the last bit decides
+    between two that are equally likely. Where a head attends to few keys, rounding usually changes nothing, and
+    sometimes a lot.
 
     Args:
         fast: fast against stock, each prompt sent twice.

@@ -151,11 +151,13 @@ def register_as_proven() -> None:
     registry = sys.modules.get("sglang_gemma4_yoco.models.registry")
     if registry is None:
         return
-    backends, tests = sys.modules["sglang_gemma4_yoco.compat.backends"], ("forward",)
-    for admitted, tail in ((WindowedTorchNativeBackend, tests), (FrontBackend, ())):
+    backends = sys.modules["sglang_gemma4_yoco.compat.backends"]
+    for admitted, tail in ((WindowedTorchNativeBackend, True), (FrontBackend, False)):
         path = backends.get_path(admitted)
         for kind in registry.MODELS:
-            kind.ATTENTION[path] = backends.Backend("any", path, (), backends.RUN, tests, tail)
+            kind.ATTENTION_BACKENDS[path] = backends.Backend(
+                path, (), is_admitted=True, may_run_tail=tail
+            )
 
 
 def _as_one_node(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -17,7 +17,16 @@ import torch
 from harness.batches import batch_of
 from harness.breakages import BREAKAGES
 from harness.checked_models import traffic
-from harness.checking import NEW, REQUESTS, audited, checked, counted, counts, result_of_check
+from harness.checking import (
+    NEW,
+    REQUESTS,
+    assert_keys_have_their_scale,
+    audited,
+    checked,
+    counted,
+    counts,
+    result_of_check,
+)
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, assert_untouched, norms_that_add_in_place, state_of, times
 from harness.observe import assert_same_cache, run
@@ -94,6 +103,10 @@ def test_what_is_broken_is_found(captured: Engine) -> None:
         assert missed == []
         assert BREAKAGES.keys() - applied == inapplicable_breakages(captured)
         assert rounding.find_worst(both.findings()).is_rounding
+
+
+def test_keys_have_their_scale(captured: Engine) -> None:
+    assert_keys_have_their_scale(captured)
 
 
 def test_a_captured_tail_is_replayed(captured: Engine) -> None:

@@ -23,7 +23,13 @@ from sglang.srt.models.gemma3n_mm import Gemma3nForConditionalGeneration
 from transformers import Gemma3nForCausalLM as HuggingFaceModel
 
 from harness.batches import BATCHES, batch_of
-from harness.checking import assert_audited, checked, find_defect, result_of_check
+from harness.checking import (
+    assert_audited,
+    assert_keys_have_their_scale,
+    checked,
+    find_defect,
+    result_of_check,
+)
 from harness.decode_graphs import record_tail
 from harness.forwards import CHUNKS, ENGINE, assert_fast, assert_stock, state_of
 from harness.observe import assert_same_cache, run
@@ -129,6 +135,10 @@ def test_it_finds_streams_in_another_order(engine: Engine, monkeypatch: pytest.M
     assert find_defect(engine) == f"output of layer {CUT - 1}"
 
 
+def test_keys_have_their_scale(engine: Engine) -> None:
+    assert_keys_have_their_scale(engine)
+
+
 def test_audits(engine: Engine) -> None:
     assert_audited(engine, BATCHES["three, two of them cached"], CUT)
 
@@ -162,7 +172,8 @@ def test_flashinfer() -> None:
     module, _, name = backends.FLASHINFER.rpartition(".")
     kind = type(name, (), {"__module__": module})
     assert (
-        runner_parts.find_backend_reason(kind(), gemma3n.ATTENTION) == backends.FLASHINFER_DIFFERS
+        runner_parts.find_backend_reason(kind(), gemma3n.ATTENTION_BACKENDS)
+        == backends.FLASHINFER_DIFFERS
     )
 
 

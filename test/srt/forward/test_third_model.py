@@ -19,7 +19,12 @@ from sglang.srt.plugins import load_plugins
 
 from harness import third_model, third_yoco
 from harness.batches import BATCHES, batch_of
-from harness.checking import assert_audited, checked, find_defect
+from harness.checking import (
+    assert_audited,
+    assert_keys_have_their_scale,
+    checked,
+    find_defect,
+)
 from harness.decode_graphs import record_tail
 from harness.forwards import (
     ENGINE,
@@ -127,6 +132,10 @@ def test_the_check_finds_a_layer_that_is_left_out(
 
     monkeypatch.setattr(third_yoco, "run_tail", run_tail)
     assert find_defect(engine).endswith(" of layer 5")
+
+
+def test_keys_have_their_scale(engine: Engine) -> None:
+    assert_keys_have_their_scale(engine)
 
 
 def test_audits(engine: Engine) -> None:

@@ -114,3 +114,23 @@ def find_defect(engine: Engine) -> str:
     assert found.worst is not None
     assert found.worst.excess > 4
     return found.worst.what
+
+
+@torch.no_grad()
+def assert_keys_have_their_scale(engine: Engine) -> None:
+    """Assert that a row of keys is about as long as ``get_key_scale`` implies.
+
+    The tolerance of scores is proportional to it. In audits of a model with very sharp attention in
+    fp32 the largest error is 8 % of its tolerance; with half the scale 16 %, with a tenth 60 %,
+    and with a hundredth right prefills fail. So it may be off by a factor of 2. That of these
+    models is off by 3 % at most.
+    """
+    state, draw = state_of(engine), torch.Generator().manual_seed(0)
+    adapter, shape = state.adapter, state.adapter.get_row_shape(state.model)
+    for layer in list(state.model.layers)[: state.cut_layer + 1]:
+        rows = torch.randn(64, *shape, generator=draw).to(engine.runner.dtype)
+        keys, _ = adapter.compute_keys_and_values(layer, rows, torch.arange(64))
+        scale = adapter.get_key_scale(layer)
+        assert scale.shape == keys.shape[-1:]
+        size, implied = (float(each.float().square().mean().sqrt()) for each in (keys, scale))
+        assert implied / 2 < size < implied * 2

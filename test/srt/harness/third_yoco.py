@@ -27,7 +27,7 @@ SGLANG = TextModelNames(
     outer_models=(_MODULE,),
 )
 MODEL_TYPES: tuple[str, ...] = ("third",)
-ATTENTION = gemma4.ATTENTION
+ATTENTION_BACKENDS = gemma4.ATTENTION_BACKENDS
 CUTS_MEDIA = False
 LEAVES_CAPTURED_PREFILLS = False
 

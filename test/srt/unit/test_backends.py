@@ -1,152 +1,97 @@
-"""The table of attention backends: every class in it has evidence.
+"""The package's attention backends, and the evidence for each: ``harness/attention_backends.toml``.
 
-What was reviewed is listed here once more, by hand; the package must admit nothing else.
+Windows are computed from SGLang's source. What no test computes was read, and the source that was
+read is pinned.
 """
 
 from __future__ import annotations
 
-import ast
 import re
+import tomllib
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import sglang.srt
 from packaging.version import Version
 
+from harness.attention_windows import SGLANG, digest, list_windows, name_of, source_of
 from harness.documented import TESTS, missing_tests
 from scripts import tables
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.compat.backends import (
-    FA,
-    GEMMA3N,
-    GEMMA4,
-    READ,
-    RUN,
-    STOCK,
-    TABLE,
-    TRITON,
-    TRTLLM,
-    XPU,
-    Backend,
-    list_flags,
-)
+from sglang_gemma4_yoco.compat.backends import Backend, make_table
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 
-SGLANG = Path(sglang.srt.__path__[0])
+EVIDENCE = tomllib.loads(tables.EVIDENCE.read_text())
+BACKENDS = tables.get_backends()
+ENTRIES = [(model, backend) for model, entries in BACKENDS.items() for backend in entries]
+ADMITTED = {backend.path: backend for _, backend in ENTRIES if backend.is_admitted}
 AS_READ = pytest.mark.skipif(
     Version(version("sglang")) != compat.release.LAST_TESTED,
     reason="the source of another SGLang was reviewed",
 )
-
-# Class -> where its extend step and its decode step give the kernel the layer's window, in keys
-# before a row's own. A class whose source lacks this hides no key, or gets it elsewhere. Triton's
-# decode step reads the keys that its planner lists.
-WINDOWS = {
-    TRITON: (
-        "-1 if bidirectional_extend else layer.sliding_window_size",
-        "kv_indices = self.forward_metadata.window_kv_indices",
-    ),
-    TRTLLM: ("window_left=layer.sliding_window_size",) * 2,
-    FA: (
-        "(layer.sliding_window_size, 0 if causal else layer.sliding_window_size)",
-        "window_size = (layer.sliding_window_size, 0)",
-    ),
-    XPU: ("(layer.sliding_window_size, 0)",) * 2,
-}
-#: The lines of SGLang 0.5.23 that were read for the window and the shape of the output.
-LINES = {
-    TRTLLM: "1678, 1691, 1958 and 2035",
-    FA: "1558 to 1568, 2064, 2137 to 2147 and 2416",
-    XPU: "747 to 752, 1050, 1413 to 1420 and 1624",
-}
-#: Model -> the classes that were found right for prefills, and the evidence.
-REVIEWED = {
-    (GEMMA4, TRITON): RUN,
-    (GEMMA4, TRTLLM): READ,
-    (GEMMA4, FA): READ,
-    (GEMMA4, XPU): READ,
-    (GEMMA3N, TRTLLM): READ,
-    (GEMMA3N, FA): READ,
-    (GEMMA3N, XPU): READ,
-}
-#: For the tail. Another class would need its decode windows compared with its extend windows.
-TAILS = {(GEMMA4, TRITON), (GEMMA3N, TRITON)}
-ADMITTED = sorted({row.path for row in TABLE if row.prefills != STOCK})
+#: The window of a layer, its row's own key included. Tests run stock Triton's extend step, where a
+#: row sees its own key and the 511 before it.
+KEYS = 512
 
 
-def name_of(path: str) -> str:
-    return path.rpartition(".")[2]
+def in_words(value: Any) -> str:
+    return name_of(value.path) if isinstance(value, Backend) else str(value)
 
 
-def in_words(row: Backend) -> str:
-    return f"{name_of(row.path)}, {row.model}"
+def test_each_class_has_an_entry_in_both_lists() -> None:
+    named = {model: {name_of(each.path) for each in BACKENDS[model]} for model in BACKENDS}
+    assert named == {model: EVIDENCE[model].keys() for model in BACKENDS}
+    assert len({(model, backend.path) for model, backend in ENTRIES}) == len(ENTRIES)
+    assert EVIDENCE.keys() == {*BACKENDS, "stand_ins", "read"}
 
 
-def source_of(path: str) -> str:
-    module = path.rpartition(".")[0].removeprefix("sglang.srt.")
-    return (SGLANG / f"{module.replace('.', '/')}.py").read_text()
-
-
-def method_of(path: str, name: str) -> str:
-    """Return the source of a method that this class itself defines, without an import of it."""
-    source = source_of(path)
-    for kind in ast.parse(source).body:
-        if isinstance(kind, ast.ClassDef) and kind.name == name_of(path):
-            for method in kind.body:
-                if isinstance(method, ast.FunctionDef) and method.name == name:
-                    return str(ast.get_source_segment(source, method))
-    return ""
-
-
-def test_what_is_admitted_was_reviewed() -> None:
-    """Each class is reviewed for each model: one model's review admits no other."""
-    prefills = {(row.model, row.path): row.prefills for row in TABLE if row.prefills != STOCK}
-    assert prefills == REVIEWED
-    assert {(row.model, row.path) for row in TABLE if row.tail} == TAILS
-
-
-@pytest.mark.parametrize("path", ADMITTED, ids=name_of)
-def test_a_window_is_what_the_layer_says(path: str) -> None:
-    """A class without windows would attend to keys that stock hides."""
-    extend, decode = WINDOWS[path]
-    assert extend in method_of(path, "forward_extend")
-    assert decode in method_of(path, "forward_decode")
-
-
-@pytest.mark.parametrize("row", TABLE, ids=in_words)
-def test_evidence(row: Backend) -> None:
-    """Tests exist; a run names SGLang's class; a reading has its lines."""
-    assert row.tests
-    assert missing_tests((*row.tests, *row.tail)) == []
-    ran = list(row.tail)
-    if row.prefills == RUN:
-        ran += row.tests
-    elif row.prefills == READ:
-        assert LINES[row.path]
-    else:
-        assert row.prefills == STOCK
-        assert row.note
+@pytest.mark.parametrize(("model", "backend"), ENTRIES, ids=in_words)
+def test_evidence(model: str, backend: Backend) -> None:
+    """Tests run SGLang's own class, or refuse it; or it was read."""
+    evidence = EVIDENCE[model][name_of(backend.path)]
+    assert backend.may_run_tail == ("tail" in evidence)
+    assert backend.is_admitted == ("refused" not in evidence)
+    assert backend.is_admitted or evidence["note"]
+    ran = {*evidence.get("run", ()), *evidence.get("tail", ())}
+    assert missing_tests(ran.union(evidence.get("refused", ()))) == []
     for test in ran:
-        assert name_of(row.path) in (TESTS / f"{test.partition('::')[0]}.py").read_text()
+        file, _, _ = test.partition("::")
+        assert file.startswith(("triton/", "gpu/"))  # where SGLang's kernels run
+        assert name_of(backend.path) in (TESTS / f"{file}.py").read_text()
+    if backend.is_admitted and "run" not in evidence:
+        assert missing_tests(EVIDENCE["stand_ins"][model]) == []
+        assert name_of(backend.path) in EVIDENCE["read"]
+
+
+@pytest.mark.parametrize("backend", ADMITTED.values(), ids=in_words)
+def test_each_window_is_that_of_triton(backend: Backend) -> None:
+    """A class without windows would show keys that stock hides; narrower ones hide a key."""
+    windows = list_windows(backend.path, KEYS)
+    assert {window for window in windows if window.keys != KEYS} == set()
+    needed = {"forward_extend", "forward_decode"}
+    if backend.may_run_tail:  # tests compare its decode step, whose keys are listed by its planner
+        needed.remove("forward_decode")
+    assert needed <= {window.method for window in windows}
+
+
+@pytest.mark.parametrize("name", EVIDENCE["read"])
+def test_the_source_is_the_one_that_was_read(name: str) -> None:
+    """A release that changes these methods must be read again."""
+    [path] = {backend.path for _, backend in ENTRIES if name_of(backend.path) == name}
+    assert digest(path) in EVIDENCE["read"][name].values()
 
 
 @AS_READ
-@pytest.mark.parametrize("row", TABLE, ids=in_words)
-def test_a_flag_builds_its_class(row: Backend) -> None:
+@pytest.mark.parametrize(("model", "backend"), ENTRIES, ids=in_words)
+def test_a_flag_builds_its_class(model: str, backend: Backend) -> None:
     """The class is the one in SGLang's registry."""
     registry = (SGLANG / "layers" / "attention" / "attention_registry.py").read_text()
-    assert row.flags
-    for flag in row.flags:
+    assert backend.flags
+    for flag in backend.flags:
         [function] = re.findall(rf'_backend\("{flag}"\)\ndef (?s:.*?)(?=\n@|\Z)', registry)
-        assert f"return {name_of(row.path)}(" in function
-    assert f"\nclass {name_of(row.path)}(" in source_of(row.path)
-
-
-def test_a_class_has_one_row_for_a_model() -> None:
-    """A second row would replace the first."""
-    assert len({(row.model, row.path) for row in TABLE}) == len(TABLE)
+        assert f"return {name_of(backend.path)}(" in function
+    assert f"\nclass {name_of(backend.path)}(" in source_of(backend.path)
 
 
 @AS_READ
@@ -156,9 +101,8 @@ def test_each_backend_that_sglang_takes_for_gemma_4_is_judged() -> None:
         (SGLANG / "arg_groups" / "model_hook.py").read_text(),
         re.DOTALL,
     )
-    assert set(re.findall(r'"(\w+)"', accepted)) == {
-        *list_flags(gemma4.ATTENTION, RUN, READ, STOCK)
-    }
+    flags = {flag for backend in BACKENDS["Gemma 4"] for flag in backend.flags}
+    assert set(re.findall(r'"(\w+)"', accepted)) == flags
 
 
 @AS_READ
@@ -174,7 +118,7 @@ def test_what_sglang_chooses_on_a_card(card: str) -> None:
         assert overrides._gemma4_overrides(given, None) == {"attention_backend": flag}
 
 
-def test_a_model_admits_what_the_table_has_for_it() -> None:
-    for model, kind in ((GEMMA4, gemma4), (GEMMA3N, gemma3n)):
-        for path in WINDOWS:
-            assert kind.ATTENTION[path].prefills == REVIEWED.get((model, path), STOCK)
+def test_a_model_has_its_own_table() -> None:
+    """One model's evidence admits no class for another; tests add their own classes."""
+    for model, adapter in (("Gemma 4", gemma4), ("Gemma 3n", gemma3n)):
+        assert adapter.ATTENTION_BACKENDS.items() >= make_table(BACKENDS[model]).items()

@@ -278,7 +278,7 @@ def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
     reason = None
     if unproven is not None:
         reason = ServerRefusal(f"the attention backend {unproven} is not known to be correct")
-    assert runner_parts.find_backend_reason(backend, gemma4.ATTENTION) == reason
+    assert runner_parts.find_backend_reason(backend, gemma4.ATTENTION_BACKENDS) == reason
 
 
 # ---------------------------------------------------------------- pools of K and V
