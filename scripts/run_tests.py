@@ -8,6 +8,9 @@ files, these run one after another, in one process::
 
     python3 scripts/run_tests.py -- test/srt/unit/test_gate.py -k LoRA
 
+With ``--lint`` the style, and the package's types against SGLang's own, are checked before any test
+runs. mypy checks all other code beside the tests, and its output comes last.
+
 Exit status: 0 if everything passed, 1 if not, 2 if the environment could not be made.
 """
 
@@ -15,7 +18,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +30,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 
 from scripts.command_line import failed, new_parser
 from scripts.environment import REPO, SGLANG_VERSION, SetupError, prepare, run
+from sglang_gemma4_yoco.commands.console import say
 
 # The longest come first, so that neither process waits long for the other at the end.
 FOLDERS = ("rehearsal", "server", "triton", "forward", "scripts", "unit", "models")
@@ -57,13 +65,44 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")
     add("--sglang-version", default=SGLANG_VERSION, help="a release; newest; prerelease")
-    add("--lint", action="store_true", help="check style and types first")
+    add("--lint", action="store_true", help="check style and types too")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--quick", action="store_true", help="less than three minutes, no server")
     chosen.add_argument("--all", action="store_true", help="also what only a release must pass")
     chosen.add_argument("--gpu", action="store_true", help="what needs a GPU, and nothing else")
     add("pytest", nargs="*", help="arguments for pytest, after --")
     return parser.parse_args()
+
+
+def check_first(python: Path) -> bool:
+    """Check the style, and the types of the package; return False at the first check that fails."""
+    sources = (REPO / "test/srt/rehearsal").glob("*.cpp")
+    commands: list[tuple[str | Path, ...]] = [
+        (python.with_name("ruff"), "check", "."),
+        (python.with_name("ruff"), "format", "--check", "."),
+        (python.with_name("clang-format"), "--dry-run", "--Werror", *sources),
+        (python, "scripts/dev/package_types.py"),
+    ]
+    return all(run(*command) for command in commands)
+
+
+def run_beside(silent: Sequence[str | Path], shown: Sequence[str | Path]) -> bool:
+    """Run two commands at once; return True if both succeeded.
+
+    The output of ``silent`` is printed after both have ended. If this is interrupted, both end.
+    """
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(silent, cwd=REPO, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            succeeded = run(*shown)
+            status = process.wait()
+        finally:
+            process.kill()  # no-op if it has ended
+        output.seek(0)
+        say(f"$ {shlex.join(map(str, silent))}\n{output.read().rstrip()}")
+    return succeeded and status == 0
 
 
 def main() -> int:
@@ -79,13 +118,10 @@ def main() -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.gpu:
         os.environ["YOCO_TEST_GPU"] = "1"
-    commands: list[tuple[str | Path, ...]] = []
-    if args.lint:
-        ruff, sources = python.with_name("ruff"), (REPO / "test/srt/rehearsal").glob("*.cpp")
-        commands = [(ruff, "check", "."), (ruff, "format", "--check", "."), (python, "-m", "mypy")]
-        commands.append((python.with_name("clang-format"), "--dry-run", "--Werror", *sources))
-    commands.append((python, "-m", "pytest", *pytest_arguments(args)))
-    return int(not all(run(*command) for command in commands))
+    tests: list[str | Path] = [python, "-m", "pytest", *pytest_arguments(args)]
+    if not args.lint:
+        return int(not run(*tests))
+    return int(not check_first(python) or not run_beside((python, "-m", "mypy"), tests))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Run the tests with every supported release of SGLang.
 
-For each release ``run_tests.py`` makes an environment and runs the tests of ``FILES`` there; then
-the environment is deleted. Needs what ``run_tests.py`` needs, and 25 GB of disk.
+For each release ``run_tests.py`` makes an environment and runs the tests of ``FILES`` there, and
+``package_types.py`` checks the package's types against the release's; then the environment is
+deleted. Needs what ``run_tests.py`` needs, and 25 GB of disk.
 Media, several ranks, tracing and host reads use parts of SGLang that differ too much from release
 to release for the CPU platform: their tests run with the newest one only, in every ordinary run.
 
@@ -17,9 +18,9 @@ The last one overrides a package that SGLang pins, as users who upgrade it do. `
 otherwise.
 
 Output contract: the last line for each release is ``sglang VERSION: passed`` or ``failed``, with
-counts. Supported releases that passed go to ``benchmark/results/version_matrix.json``, except with
-``--override``; ``scripts/tables.py --write`` makes the table in docs/compatibility.md. Exit
-status: 0 if all passed, 1 if one did not.
+counts and mypy's result. Supported releases that passed go to
+``benchmark/results/version_matrix.json``, except with ``--override``; ``scripts/tables.py --write``
+makes the table in docs/compatibility.md. Exit status: 0 if all passed, 1 if one did not.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ print(json.dumps(about | {"python": platform.python_version()}))
 
 
 def try_release(version: str, folder: Path, override: str | None = None) -> dict[str, Any]:
-    """Run a release's tests, return the results; ``override`` replaces one of SGLang's pins."""
+    """Run a release's tests and mypy, return the results.
+
+    Args:
+        override: a requirement in place of one of SGLang's pins.
+    """
     venv, report = folder / version, folder / f"{version}.xml"
     report.unlink(missing_ok=True)
     tests = (f"test/srt/{name}" for name in FILES)
@@ -78,9 +83,13 @@ def try_release(version: str, folder: Path, override: str | None = None) -> dict
         variables.append(f"UV_OVERRIDE={overrides}")
     good = run("env", *variables, sys.executable, script, *which, "--", *tests, *options)
     found: dict[str, Any] = {"sglang": version, "passed": 0, "skipped": 0, "failed": int(not good)}
+    python = venv / "bin" / "python"
+    found["types"] = "failed"
+    if python.exists() and run(python, REPO / "scripts" / "dev" / "package_types.py"):
+        found["types"] = "passed"
     if report.exists():
-        python = [str(venv / "bin" / "python"), "-c", _ABOUT]
-        found |= json.loads(subprocess.run(python, capture_output=True, check=True).stdout)
+        about = subprocess.run([python, "-c", _ABOUT], capture_output=True, check=True)
+        found |= json.loads(about.stdout)
         for suite in ElementTree.parse(report).iter("testsuite"):
             broken = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
             found["skipped"] += int(suite.get("skipped", 0))
@@ -107,7 +116,7 @@ def main() -> int:
             title += f" with {args.override}"
         heading(title)
         found = try_release(name, folder, args.override)
-        passed = found["passed"] > 0 and not found["failed"]
+        passed = found["passed"] > 0 and not found["failed"] and found["types"] == "passed"
         bad += not passed
         if passed and name in VERSIONS and args.override is None:
             entries = {entry["sglang"]: entry for entry in json.loads(FILE.read_text())}
@@ -116,7 +125,7 @@ def main() -> int:
             write_whole(FILE, f"[\n{lines}\n]\n")
         outcome = "passed" if passed else "failed"
         counts = ", ".join(f"{found[name]} {name}" for name in ("passed", "skipped", "failed"))
-        say(f"sglang {found['sglang']}: {outcome} ({counts})")
+        say(f"sglang {found['sglang']}: {outcome} ({counts}; types {found['types']})")
     return int(bad > 0)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.rotary_embedding.utils import apply_rotary_emb
+from torch import Tensor
 from torch.nn.functional import gelu, rms_norm
 
-Tensor = torch.Tensor
 #: C++ template arguments (``sglang/kernels/jit/utils/compile/cpp_args.py``).
 _DTYPES = {"fp32_t": torch.float32, "fp16_t": torch.float16, "bf16_t": torch.bfloat16}
 

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -29,7 +30,6 @@ from sglang_gemma4_reference.host_reads import INDEXING, READING_OPERATIONS
 
 RUNTIME = device.load_runtime()
 aten = torch.ops.aten
-Tensor = torch.Tensor
 #: They allocate or describe memory, and write nothing.
 WRITES_NOTHING = {
     *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),

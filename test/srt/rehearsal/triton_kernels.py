@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import compute_position_torch
+from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from rehearsal import operations
 from sglang_gemma4_reference.attention import attend_causally
-
-Tensor = torch.Tensor
-
 
 # ---- numbers of a batch
 

@@ -1,12 +1,15 @@
-"""``scripts/run_tests.py``: its folders, and the tests that it starts for a GPU."""
+"""``scripts/run_tests.py``: its folders, its checks, and the tests that it starts for a GPU."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,65 @@ PREFILL_REPLAYS = Path(__file__).parents[1] / "gpu" / "test_prefill_replays.py"
 def test_every_folder_is_run() -> None:
     tests = Path(__file__).parents[1]
     assert {*run_tests.FOLDERS, "gpu"} == {path.parent.name for path in tests.glob("*/test_*.py")}
+
+
+@pytest.mark.parametrize("failing", ["ruff", "clang-format", "scripts/dev/package_types.py", ""])
+def test_nothing_else_runs_after_a_failed_check(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The package's types are checked before any test, and mypy's other run is beside the tests."""
+    checks, beside = list[str](), list[Sequence[object]]()
+
+    def check(*command: object) -> bool:
+        checks.append(" ".join(map(str, command)))
+        return not failing or failing not in checks[-1]
+
+    def count(*commands: Sequence[object]) -> bool:
+        beside.extend(commands)
+        return True
+
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", "--lint", "--quick"])
+    monkeypatch.setattr(run_tests, "prepare", lambda *_, **__: Path("bin/python"))
+    monkeypatch.setattr(run_tests, "run", check)
+    monkeypatch.setattr(run_tests, "run_beside", count)
+    assert run_tests.main() == int(bool(failing))
+    assert failing in checks[-1]
+    if failing:
+        assert not beside
+        return
+    assert checks[-1].endswith("scripts/dev/package_types.py")
+    assert [command[2] for command in beside] == ["mypy", "pytest"]
+
+
+def _exit_with(status: int, words: str) -> list[str]:
+    return [sys.executable, "-c", f"print({words!r}); raise SystemExit({status})"]
+
+
+@pytest.mark.parametrize(("mypy", "tests"), [(0, 0), (1, 0), (0, 1)])
+def test_either_command_may_fail(mypy: int, tests: int, capfd: pytest.CaptureFixture[str]) -> None:
+    passed = run_tests.run_beside(_exit_with(mypy, "silent one"), _exit_with(tests, "shown one"))
+    assert passed is (mypy == tests == 0)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith("$ ")] == ["shown one", "silent one"]
+
+
+def test_an_interrupt_ends_the_silent_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one is in the terminal's foreground, like this process."""
+    processes = list[subprocess.Popen[str]]()
+    start = subprocess.Popen
+
+    def record(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
+        processes.append(start(*args, **kwargs))
+        return processes[0]
+
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", record)
+    monkeypatch.setattr(run_tests, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_tests.run_beside(["sleep", "60"], [])
+    assert processes[0].wait(timeout=20) == -signal.SIGKILL
 
 
 @pytest.mark.release

@@ -68,6 +68,31 @@ def test_an_untested_release_gets_the_setting(
     assert (f"{UNTESTED}=1" in command) is (name != NEWEST)
 
 
+@pytest.mark.parametrize("types", ["passed", "failed"])
+def test_a_release_with_other_types_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: str
+) -> None:
+    """mypy runs in the release's environment, even if no test could run there."""
+    python = tmp_path / OLDEST / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+
+    def run(*command: object) -> bool:
+        assert command[0] in ("env", python)
+        return types == "passed" or command[0] == "env"
+
+    monkeypatch.setattr(version_matrix, "run", run)
+    found = version_matrix.try_release(OLDEST, tmp_path)
+    assert (found["types"], found["failed"]) == (types, 0)
+    saved = tmp_path / "saved.json"
+    saved.write_text("[]")
+    monkeypatch.setattr(version_matrix, "FILE", saved)
+    monkeypatch.setattr(version_matrix, "try_release", lambda *_: {**found, "passed": 1})
+    monkeypatch.setattr("sys.argv", ["version_matrix.py", OLDEST, f"--work-dir={tmp_path}"])
+    assert version_matrix.main() == int(types == "failed")
+    assert (saved.read_text() == "[]") is (types == "failed")
+
+
 @pytest.mark.parametrize("name", version_matrix.FILES)
 def test_the_matrix_runs_tests_that_exist(name: str) -> None:
     assert (environment.REPO / "test" / "srt" / name).exists()
