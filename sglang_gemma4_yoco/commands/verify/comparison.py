@@ -154,8 +154,8 @@ def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool
     If ``exact``, all tokens must be equal, and log-probabilities within ``EXACT_LOGPROB``.
     Otherwise the mean difference of fast from stock may be three times stock's from itself, plus a
     share of stock's largest one, plus 0.05. Tokens are not compared then: the last bit decides
-    between two that are equally likely. Where a head attends to few keys, rounding usually changes nothing, and
-    sometimes a lot.
+    between two that are equally likely. Where a head attends to few keys, rounding usually changes
+    nothing, and sometimes a lot.
 
     Args:
         fast: fast against stock, each prompt sent twice.
