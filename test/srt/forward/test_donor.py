@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +40,17 @@ pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
 def donor_layer(engine: Engine) -> Any:
     return engine.text_model.layers[FIRST_CUT]
+
+
+# ---------------------------------------------------------------- the scatter
+
+
+def test_the_output_is_the_residual_at_the_cut(engine: Engine) -> None:
+    """So the scatter comes last. If K and V are written after it, most tests of this file fail."""
+    with mock.patch.object(cut, "finish_prefill", wraps=cut.finish_prefill) as finished:
+        assert_fast(engine)
+    _, _, output, rows, *_ = finished.call_args.args
+    assert output is rows
 
 
 # ---------------------------------------------------------------- linear layers

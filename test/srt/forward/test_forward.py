@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -204,6 +205,20 @@ def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
         assert "init_forward_metadata" not in vars(engine.runner.attn_backend)
     finally:
         engine.runner.init_attention_backends()
+
+
+def test_a_batch_that_is_never_run_is_freed_at_once(engine: Engine) -> None:
+    """Without the cyclic collector: a plan does not keep its batch alive."""
+    batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
+    engine.runner.attn_backend.init_forward_metadata(batch)
+    assert isinstance(vars(batch)[PLAN_ENTRY], Plan)
+    planned = weakref.ref(batch)
+    gc.disable()
+    try:
+        del batch
+        assert planned() is None
+    finally:
+        gc.enable()
 
 
 def test_when_stock_fails_too_its_error_propagates(engine: Engine) -> None:

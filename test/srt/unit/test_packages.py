@@ -26,6 +26,14 @@ def test_imports_go_down(graph: grimp.ImportGraph) -> None:
     assert graph.find_illegal_dependencies_for_layers(layers) == set()
 
 
+def test_a_module_of_startup_needs_few_others(graph: grimp.ImportGraph) -> None:
+    """Each is one moment: rules of other folders are kept there."""
+    for module in graph.find_children(f"{PACKAGE}.startup"):
+        imported = graph.find_modules_directly_imported_by(module)
+        own = sorted(name for name in imported if name.startswith(PACKAGE))
+        assert len(own) <= 8, (module, own)
+
+
 def test_no_two_files_import_each_other(graph: grimp.ImportGraph) -> None:
     """A package and its own modules count as one."""
     inside = {module for module in graph.modules if module.startswith(f"{PACKAGE}.")}
