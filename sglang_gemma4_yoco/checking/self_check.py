@@ -99,10 +99,15 @@ class CheckResult:
 NOT_WANTED = CheckResult(unchecked=f"{settings.name_of('self_check')}=0")
 
 
+def check_if_wanted(runner: Any, state: ModelState) -> CheckResult:
+    """Return the result of ``check_model``, or ``NOT_WANTED`` if the setting disables it."""
+    if settings.current.self_check:
+        return check_model(runner, state)
+    return NOT_WANTED
+
+
 def check_model(runner: Any, state: ModelState) -> CheckResult:
     """Run all comparisons on an idle ``ModelRunner``; slots that are written are restored."""
-    if not settings.current.self_check:
-        return NOT_WANTED
     began = time.monotonic()
     found = list[Difference]()
     try:

@@ -28,7 +28,7 @@ def _check_model(runner: Any, state: ModelState) -> CheckResult:
     the others wait for this rank.
     """
     try:
-        checked = self_check.check_model(runner, state)
+        checked = self_check.check_if_wanted(runner, state)
     except Exception as failure:
         if not compat.server.is_single_rank():
             raise

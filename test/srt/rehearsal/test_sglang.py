@@ -130,7 +130,7 @@ def test_the_control_flow_of_a_start(ask: Ask, question: str) -> None:
     answer = ask(question)
     assert answer["refused"] is None
     assert answer["facts"]["check"]["unchecked"] is None
-    assert answer["facts"]["tail"].startswith(QUESTIONS[question]["tail"])
+    assert answer["facts"]["tail_mode"].startswith(QUESTIONS[question]["tail"])
 
 
 @pytest.mark.parametrize("batch", BATCHES)
