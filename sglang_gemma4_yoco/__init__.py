@@ -12,50 +12,53 @@ off. Importing this module imports neither torch nor SGLang.
 The path of one prefill. S is the first KV-shared layer of L; layer S-1, the donor (KV source
 layer), is the last one with its own K and V. Layers S-1 to L-1 are the tail (the cross-decoder)::
 
-    1  SGLang plans the batch's attention. Then core/plan.py decides on the batch. If it is eligible
-       (core/eligibility.py) and worth cutting (core/worth.py), its Plan is stored on it: the kept
-       rows and the tail's view of the batch (core/kept_batch.py), and the runner of the tail, on
-       the tail's own attention backend (core/backend_pair.py).
+    1  SGLang makes the attention metadata of the batch. Then core/planning.py decides on it. A
+       batch that is eligible (core/eligibility.py) and worth cutting (core/worth.py) gets a Plan
+       (core/plan.py): SGLang's batch rewritten to the kept rows (core/kept_batch.py), and a runner
+       of the tail, which has metadata of its own (core/backend_pair.py).
     2  SGLang calls the model. core/forward.py takes the plan from the batch.
-    3  core/cut.py runs layers 0 .. S-2 on all rows, in the model's own loop.
+    3  core/cut.py runs layers 0 .. S-2 on all rows, in the model's own loop. If SGLang replays a
+       captured prefill instead, prefill_exits/ leaves it at layer S-1.
     4  K and V of layer S-1 are written for all rows.
-    5  The tail and the norm run on the kept rows: launched layer by layer, or from a captured graph
-       (captured/graphs.py).
+    5  The tail and the norm run on the kept rows: layer by layer (core/eager_tail.py), or from a
+       captured graph (captured/graphs.py).
     6  The kept rows are scattered into the model's output. If any step fails, the batch falls back
        to stock; with several ranks the exception is raised.
 
-The packages, from the top down. Imports go down, and no two packages import each other. SGLang is
-imported in compat/ and commands/ only. core/ knows no model::
+The folders and files, from the top down. Imports go down, and no two of them import each other.
+SGLang is imported in compat/ and commands/ only. core/ knows no model::
 
     commands/          the command line: doctor, status, verify
     plugin.py          SGLang's entry point: patch SGLang, or log one line with the reason
-    loading/           process and runner startup
-        patch.py           wraps SGLang's methods
-        runner_setup.py    sets up a model: eligibility, captured tail, check, log line
-        third_party.py     refuses servers with third-party code that may read skipped rows
-        arguments.py     refuses server arguments, attention backends, KV pools, linear layers;
-                           tested in unit/test_limits, documented in docs/modes.md
-        metrics.py         /server_info and /metrics
-        published.py       two helpers for models that cut a batch themselves
-    prefill_exits/     exits from SGLang's captured prefills
-        exit_setup.py      fixes SGLang's capture, and opens the exits after a check
+    startup/           what is patched in a process, and what is set up for a runner, by moment
+        patch.py           wraps SGLang's methods; runner_methods.py and reports.py list them
+        guard.py           around each call from a wrapped method: an error costs one log line
+        backends_built.py  admits the server or not
+        graphs_captured.py captures the tail after SGLang's own graphs
+        checked.py         compares with stock, opens exits, begins audits
+        pr27183.py         the two helpers of #27183, for models that cut a batch themselves
+    metrics.py         /server_info and /metrics
+    prefill_exits/     exits: SGLang's captured prefills are left at layer S-1
+        exit_setup.py      fixes their capture, and opens the exits after a check
         graph_exits.py     leaves a graph at its exit point, and replays the tail
     checking/          comparisons with stock on this device and with these weights
         self_check.py      once, before the server serves
         audit.py           one of N prefills, while it serves
-        layerwise.py       each step of the fast path on stock's inputs
+        layerwise.py       for both: each step of the tail on stock's inputs
         exit_check.py      an exit against a full replay of the same graph
         tail_graphs.py     each graph of the tail against the same layers, run eagerly
-        synthetic_requests.py  requests in KV slots that are restored
-        rounding.py        the tolerance of each comparison
-    captured/          the tail, captured in CUDA graphs
-        lifecycle.py       capture and drop
-        graphs.py          buckets: capture, plan, replay
+    captured/          the tail, captured in CUDA graphs: buckets, their capture and replay
+    admission/         what a server must be for any of its batches to be cut
+        order.py           the order of the reasons
+        arguments.py       release, server arguments, environment variables
+        runner_parts.py    attention backends, pools of K and V
+        weights.py         kinds of linear layers
+        third_party.py     code that may read skipped rows
     models/            one file for each text model, an implementation of core/model.py
     core/              the mechanism, as above
-        per_layer.py       per-layer inputs, split by layers and rows
         state.py           the state of a served model
-        interfaces.py      interfaces that the packages above implement
+        per_layer.py       per-layer inputs, split by layers and rows
+        interfaces.py      interfaces that the folders above implement
         ranks.py           agreement of tensor-parallel ranks
     compat/            SGLang's symbols, arguments, attention, pools, batches, layers and graphs
         backends.py        the attention backends that each model admits

@@ -2,7 +2,7 @@
 """Predict the prefill speedup on a GPU, and compare the model with measurements.
 
 The model is ``prefill_model.py``, and ``benchmark/model.toml`` has the range of each of its values.
-Some are fitted to ``benchmark/results/gpu_*.json`` and to ``benchmark/published.toml``. Each
+Some are fitted to ``benchmark/results/gpu_*.json`` and to ``benchmark/others.toml``. Each
 measurement is predicted by a fit that leaves out its whole run.
 
 Prints each measurement and its prediction, and writes ``benchmark/predicted.json``, from which
@@ -78,8 +78,8 @@ def list_cases() -> list[Any]:
     cases = []
     for entry in MODEL["own"]:
         cases += read_results(entry)
-    published = tomllib.loads((BENCHMARK / "published.toml").read_text())["measured"]
-    return cases + [new_case(**entry) for entry in published]
+    others = tomllib.loads((BENCHMARK / "others.toml").read_text())["measured"]
+    return cases + [new_case(**entry) for entry in others]
 
 
 def fit(cases: Sequence[Any]) -> Any:

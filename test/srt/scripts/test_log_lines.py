@@ -17,6 +17,7 @@ from scripts.environment import REPO
 from sglang_gemma4_yoco import counters, metrics
 from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.prefill_exits import graph_exits
 from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, Refusal
 
 PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
@@ -35,15 +36,23 @@ def text_of(line: ast.expr) -> str:
     return "..."
 
 
+def constants_of(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return the values of a file's own names."""
+    assigned = [statement for statement in tree.body if isinstance(statement, ast.Assign)]
+    return {ast.unparse(each.targets[0]): each.value for each in assigned}
+
+
 def lines_of(source: str) -> Iterator[str]:
-    """Yield the lines that a file logs."""
-    for call in ast.walk(ast.parse(source)):
+    """Yield the lines that a file logs, as literals or by a name of the file."""
+    tree = ast.parse(source)
+    constants = constants_of(tree)
+    for call in ast.walk(tree):
         if not isinstance(call, ast.Call) or not call.args:
             continue
         name = getattr(call.func, "attr", None) or getattr(call.func, "id", None)
         place = int(name == "log")  # ``math.log`` has one argument
         if name in LOGGING and len(call.args) > place:
-            line = text_of(call.args[place])
+            line = text_of(constants.get(ast.unparse(call.args[place]), call.args[place]))
             if line.strip(". :"):  # else the line comes from the caller
                 yield line
 
@@ -121,7 +130,7 @@ def test_a_reason_that_nobody_gives_is_found() -> None:
 def test_outcomes_that_are_explained_are_counted(page: str, after: str) -> None:
     counted = {SERVER_UNSUPPORTED, arguments.UNTESTED_RELEASE}
     counted |= {counters.FAILED, counters.UNSEEN, *counters.CUT}
-    for value in vars(eligibility).values():
+    for value in (*vars(eligibility).values(), *vars(graph_exits).values()):
         if isinstance(value, Refusal):
             counted.add(metrics.make_label(value))
     assert {*quotes_in(page, after)} <= counted

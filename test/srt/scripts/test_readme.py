@@ -22,7 +22,7 @@ LEVELS = {
     "real server": {"server"},
     "process without a server": {"server"},
     "ModelRunner": {"triton", "forward"},
-    "rehearsal": {"rehearsal"},
+    "simulated GPU": {"rehearsal"},
     "gate alone": {"unit"},
 }
 #: The evidence for each row of docs/modes.md: tests by level, and what of SGLang was read.
