@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
+from harness.fixtures import Change
 from harness.stand_ins import eligible_batch, model, reason_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat, plugin
@@ -58,7 +59,7 @@ def batch(new: list[int], total: list[int] | None = None, **changes: Any) -> For
 
 
 @pytest.fixture(autouse=True)
-def _installed(setting: Callable[..., None]) -> Iterator[None]:
+def _installed(setting: Change) -> Iterator[None]:
     """Install the patch in a process that serves nothing."""
     setting(min_skipped_rows=None)
     plugin.load()  # as any process of SGLang's does, once
