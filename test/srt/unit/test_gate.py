@@ -142,7 +142,7 @@ def test_a_capture_that_is_unset() -> None:
 @pytest.mark.parametrize(("layer", "reason"), [(13, None), (14, eligibility.CAPTURED_LAYERS)])
 def test_the_first_captured_layer_that_is_refused(layer: int, reason: Refusal | None) -> None:
     """The input of layer S-1 is already that of the kept rows."""
-    assert reason_of(model(layers_to_capture=[2, layer]), eligible_batch()) == reason
+    assert reason_of(model(captured=[2, layer]), eligible_batch()) == reason
 
 
 @pytest.mark.parametrize(
