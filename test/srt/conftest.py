@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     untested = os.environ.get("SGLANG_GEMMA4_YOCO_UNTESTED", "0")
     os.environ["SGLANG_GEMMA4_YOCO_SELF_CHECK"] = untested
 
+from harness.fixtures import Change, Said
 from harness.server import (
     CAPTURED_ARGUMENTS,
     CAPTURED_GRAPHS,
@@ -206,7 +207,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 
 
 @pytest.fixture
-def setting() -> Iterator[Callable[..., None]]:
+def setting() -> Iterator[Change]:
     """Yield a function that changes settings, by their fields, for the rest of the test."""
     with ExitStack() as stack:
         yield lambda **fields: stack.enter_context(settings.changed(**fields))
@@ -261,7 +262,7 @@ def forgotten_reports() -> Iterator[None]:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+def said(caplog: pytest.LogCaptureFixture) -> Said:
     """Return a function that returns the package's log lines from here on, at a level or above."""
     caplog.set_level(logging.INFO, log.logger.name)
 
@@ -286,7 +287,7 @@ def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def batches_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def batches_with(monkeypatch: pytest.MonkeyPatch) -> Change:
     """Return a function that sets fields of SGLang's forward batches for the rest of the test."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -307,7 +308,7 @@ def batches_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., None]]:
+def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Change]:
     """Yield a function that builds the attention backends again, with further server arguments."""
     from harness.forwards import ENGINE
     from harness.stand_ins import server_args

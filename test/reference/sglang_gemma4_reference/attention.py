@@ -70,58 +70,44 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         """Return the length of a request that pads a captured batch."""
         return 1
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **_: Any,
-    ) -> torch.Tensor:
+    def forward_extend(self, q: torch.Tensor, *call: Any, **kwargs: Any) -> torch.Tensor:
         """Write K and V, then attend as the last ``extend_seq_lens[i]`` rows of each request.
 
         When drafts are verified, their rows come after the ``seq_lens[i]`` tokens of request i.
 
         Args:
             q: [sum(extend_seq_lens), heads, head_dim], or flattened to two dimensions.
-            k, v: [len(out_cache_loc), kv_heads, head_dim], or None to write nothing.
+            call, kwargs: the arguments of ``_write``.
 
         Returns:
             [sum(extend_seq_lens), heads * head_dim].
         """
-        cache = self._written(k, v, layer, forward_batch, save_kv_cache)
-        where = cache, layer, forward_batch.req_pool_indices, forward_batch.seq_lens
-        if not forward_batch.forward_mode.is_target_verify():
-            return _attend(q, *where, rows=forward_batch.extend_seq_lens)
-        drafts = forward_batch.spec_info.draft_token_num
+        cache, layer, batch = self._write(*call, **kwargs)
+        where = cache, layer, batch.req_pool_indices, batch.seq_lens
+        if not batch.forward_mode.is_target_verify():
+            return _attend(q, *where, rows=batch.extend_seq_lens)
+        drafts = batch.spec_info.draft_token_num
         return _as_one_node(q, *where, rows=drafts, ahead=drafts)
 
-    def forward_decode(
+    def forward_decode(self, q: torch.Tensor, *call: Any, **kwargs: Any) -> torch.Tensor:
+        """Write K and V, then attend as the last row of each request; see ``forward_extend``."""
+        cache, layer, batch = self._write(*call, **kwargs)
+        return _as_one_node(q, cache, layer, batch.req_pool_indices, batch.seq_lens, rows=1)
+
+    def _write(
         self,
-        q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         **_: Any,
-    ) -> torch.Tensor:
-        """Write K and V, then attend as the last row of each request; see ``forward_extend``."""
-        cache = self._written(k, v, layer, forward_batch, save_kv_cache)
-        where = cache, layer, forward_batch.req_pool_indices, forward_batch.seq_lens
-        return _as_one_node(q, *where, rows=1)
+    ) -> tuple[LayerCache, RadixAttention, ForwardBatch]:
+        """Write K and V, and return the layer's cache, the layer and the batch.
 
-    def _written(
-        self,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-    ) -> LayerCache:
-        """Write ``k`` and ``v``, and return the layer's cache."""
+        Args:
+            k, v: [len(out_cache_loc), kv_heads, head_dim], or None to write nothing.
+        """
         if layer.is_cross_attention or layer.attn_type is not AttentionType.DECODER:
             raise NotImplementedError(f"layer {layer.layer_id}: only causal self-attention works")
         pool = self.token_to_kv_pool
@@ -134,12 +120,13 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
             if in_window_pool:
                 window_loc = pool.translate_loc_from_full_to_swa(loc)
             pool.set_kv_buffer(layer, KVWriteLoc(loc, window_loc), k, v)
-        return LayerCache(
+        cache = LayerCache(
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
             self.req_to_token_pool.req_to_token,
             pool.full_to_swa_index_mapping if in_window_pool else None,
         )
+        return cache, layer, forward_batch
 
 
 class FrontBackend(WindowedTorchNativeBackend):
@@ -189,22 +176,16 @@ def _attend(
         [rows of all requests, heads * head_dim].
     """
     q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-    # The number of keys before its own that a row sees.
-    window = None
-    if layer.sliding_window_size > 0:
-        window = layer.sliding_window_size
-    kv_lens = []
-    for length in _listed(lengths):
-        kv_lens.append(length + ahead)
+    kv_lens = _listed(lengths + ahead)
     query_lens = [rows] * len(kv_lens) if isinstance(rows, int) else _listed(rows)
     out = q.new_empty(*q.shape[:-1], cache.values.shape[-1])
     start = 0
     for request, kv_len, query_len in zip(_listed(requests), kv_lens, query_lens, strict=True):
         end = start + query_len
+        # The number of keys before its own that a row sees.
+        window = layer.sliding_window_size if layer.sliding_window_size > 0 else kv_len
         # Slots further back are in no row's window, and may belong to another request by now.
-        first = 0
-        if window is not None:
-            first = max(0, kv_len - query_len - window)
+        first = max(0, kv_len - query_len - window)
         slots = cache.slots[request, first:kv_len].long()
         if cache.window_slots is not None:
             slots = cache.window_slots[slots]
@@ -222,25 +203,24 @@ def attend_causally(
     Args:
         q: [rows, heads, head_dim], the last rows.
         k, v: [keys, kv_heads, head_dim], the last ``keys`` rows; at least ``rows``.
+        window: the number of keys before its own that a row sees; None for all.
 
     Returns:
         [rows, heads, head_dim of v].
     """
+    if window is None:
+        window = k.shape[0]
     offset = k.shape[0] - q.shape[0]
     blocks = []
     for start in range(0, q.shape[0], _BLOCK):
         rows = q[start : start + _BLOCK]
         last = offset + start + rows.shape[0]
-        first = 0
-        if window is not None:
-            first = max(0, offset + start - window)
+        first = max(0, offset + start - window)
         mask = None
         if rows.shape[0] > 1:
             row = torch.arange(offset + start, last, device=q.device)[:, None]
             key = torch.arange(first, last, device=q.device)
-            mask = key <= row
-            if window is not None:
-                mask &= key >= row - window
+            mask = (key <= row) & (key >= row - window)
         blocks.append(
             scaled_dot_product_attention(
                 rows.transpose(0, 1)[None],

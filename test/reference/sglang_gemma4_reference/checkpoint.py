@@ -131,14 +131,8 @@ class Gemma4Shape:
     @property
     def layer_types(self) -> list[str]:
         """Return ``sliding_attention`` or ``full_attention`` for each layer."""
-        group = self.sliding_per_full + 1
-        found: list[str] = []
-        for layer in range(1, self.layers + 1):
-            if layer % group == 0:
-                found.append("full_attention")
-            else:
-                found.append("sliding_attention")
-        return found
+        group = ["sliding_attention"] * self.sliding_per_full + ["full_attention"]
+        return (group * self.layers)[: self.layers]
 
 
 E2B = Gemma4Shape(

@@ -20,6 +20,7 @@ from transformers import (
     SiglipImageProcessor,
 )
 
+from sglang_gemma4_reference import checkpoint
 from sglang_gemma4_reference.checkpoint import CHAT_TEMPLATE, build_tokenizer
 
 
@@ -144,14 +145,7 @@ def randomise(name: str, weight: nn.Parameter) -> None:
                 scale *= factor
         weight.normal_(std=scale)
         return
-    mean = 1.0
-    if name.endswith(("q_norm.weight", "k_norm.weight")):
-        mean = weight.numel() ** -0.25  # Gemma 3n does not divide scores by sqrt(head_dim)
-    elif name == "model.norm.weight":
-        mean = 6.0
-    elif ".post_" in name:
-        mean = 0.5
-    weight.normal_(mean=mean, std=0.1 * mean)
+    checkpoint.randomise(f"model.language_model.{name.removeprefix('model.')}", weight)
 
 
 def multimodal_config_dict(shape: Gemma3nShape) -> dict[str, Any]:

@@ -56,10 +56,7 @@ class Event(torch.cpu.Event):
             stream = torch.cpu.current_stream()
         self._stream = None
         if isinstance(stream, LateStream):
-            self._stream = stream
-        self._length = 0
-        if self._stream is not None:
-            self._length = self._stream.length
+            self._stream, self._length = stream, stream.length
 
     def query(self) -> bool:
         """Complete the event, and return True; SGLang calls this between two forwards.

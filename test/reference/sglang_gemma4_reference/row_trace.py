@@ -4,8 +4,8 @@ With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward 
 ``TEXT_MODELS``, and every one that verifies drafts, appends one line to FILE::
 
     {"mode": "EXTEND", "extend_lens": [50], "prefix_lens": [0], "rows": [50, 50, 1, 1],
-     "first_layer": 0, "process": 4711, "ends_prompt": true, "logprob_starts": null,
-     "captures": "NULL", "multimodal": false, "replays": 0}
+     "process": 4711, "ends_prompt": true, "logprob_starts": null, "captures": "NULL",
+     "multimodal": false, "replays": 0}
 
 ``rows`` are the leading dimensions of the tensors with which the layers' MLPs were called, in this
 forward or in the capture of a graph (``recorder``) that it replayed; 0 for a layer that was not
@@ -44,8 +44,7 @@ class Prefill:
         mode: name of the batch's forward mode when the model was called.
         extend_lens: new tokens of every request.
         prefix_lens: tokens of every request that were in the cache before.
-        rows: rows that the MLP of each of the process's layers computed.
-        first_layer: the layer that ``rows`` begin with.
+        rows: rows that the MLP of each layer computed.
         process: id of the process that ran it.
         ends_prompt: whether some request's prompt ends here; running requests that decode in the
             batch are not counted. Always true if SGLang has no such field (up to 0.5.22).
@@ -60,7 +59,6 @@ class Prefill:
     extend_lens: list[int]
     prefix_lens: list[int]
     rows: list[int]
-    first_layer: int = 0
     process: int = 0
     ends_prompt: bool = True
     logprob_starts: list[int] | None = None
@@ -103,8 +101,7 @@ def observe(model: Any, file: str) -> None:
 
     Synthetic requests are left out.
     """
-    start_layer = getattr(model, "start_layer", 0)  # Gemma 3n's loop has no bounds
-    layers = model.layers[start_layer : getattr(model, "end_layer", None)]
+    layers = model.layers
     current: Prefill | None = None
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,11 +111,7 @@ def observe(model: Any, file: str) -> None:
         recorder.replays.clear()
         if batch.rids is None:  # a synthetic request: made to warm up, or to compare
             return
-        where: Any = {
-            "rows": [0] * len(layers),
-            "first_layer": start_layer,
-            "process": os.getpid(),
-        }
+        where: Any = {"rows": [0] * len(layers), "process": os.getpid()}
         if batch.forward_mode.is_target_verify():  # has no lengths on the host
             current = Prefill(VERIFY, [len(batch.input_ids)], [], **where)
         elif batch.forward_mode.is_extend_without_speculative():  # no decode step

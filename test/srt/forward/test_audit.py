@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,6 +15,7 @@ from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 
 from harness.batches import BATCHES, batch_of
 from harness.checking import assert_audited, audited, counts
+from harness.fixtures import Change, Said
 from harness.forwards import (
     TWO_PROMPTS,
     InjectedError,
@@ -186,7 +186,7 @@ def test_a_forward_that_compares_itself(engine: Engine) -> None:
 
 
 def test_no_audits_where_tables_are_rewritten_meanwhile(
-    engine: Engine, setting: Callable[..., None], said: Callable[..., list[str]]
+    engine: Engine, setting: Change, said: Said
 ) -> None:
     """An audit plans attention again within the forward; SGLang may write to its tables then."""
     setting(audit=1)

@@ -26,6 +26,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 
 from harness.batches import BATCHES, ONE_BESIDE_TWO, batch_of
 from harness.decode_graphs import record_tail, recorded_decode_steps, static_tensors
+from harness.fixtures import Change, Said
 from harness.forwards import (
     ENGINE,
     TWO_PROMPTS,
@@ -120,7 +121,7 @@ def rows_swapped_in_graphs(static_input: str) -> Iterator[None]:
     "static_input", ["rows", "positions", "requests", "lengths", "embeds", "embedded"]
 )
 def test_a_graph_that_takes_a_row_for_another_is_not_used(
-    engine: Engine, eager_state: ModelState, said: Callable[..., list[str]], static_input: str
+    engine: Engine, eager_state: ModelState, said: Said, static_input: str
 ) -> None:
     """With several prompts, a user would get an answer to another prompt, or at another length."""
     with rows_swapped_in_graphs(static_input), pytest.raises(AssertionError):
@@ -133,7 +134,7 @@ def test_a_graph_that_takes_a_row_for_another_is_not_used(
 
 
 def test_one_graph_that_rounds_differently(
-    engine: Engine, eager_state: ModelState, said: Callable[..., list[str]]
+    engine: Engine, eager_state: ModelState, said: Said
 ) -> None:
     """The next larger graph is replayed instead, and was compared with as much padding."""
     stock, compared = tail_graphs.compare_graph, dict[int, tuple[int, ...]]()
@@ -288,7 +289,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
     engine: Engine,
     buffers: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
-    said: Callable[..., list[str]],
+    said: Said,
     fails: str,
     why: str,
     errors: int,
@@ -383,7 +384,7 @@ def test_rows_that_are_captured(
     engine: Engine,
     eager_state: ModelState,
     monkeypatch: pytest.MonkeyPatch,
-    setting: Callable[..., None],
+    setting: Change,
     wanted: int | None,
     requests: int,
     rows: tuple[int, ...],
@@ -487,7 +488,7 @@ def arguments_are(**given: Any) -> Iterator[None]:
 
 @pytest.mark.usefixtures("can_be_captured")
 class TestReasons:
-    def test_switched_off(self, engine: Engine, setting: Callable[..., None]) -> None:
+    def test_switched_off(self, engine: Engine, setting: Change) -> None:
         setting(graph_rows=0)
         assert reason(engine) == lifecycle.GRAPHS_OFF
         assert_fast(engine, TWO_PROMPTS)

@@ -6,7 +6,6 @@ get into it. That batches are refused while SGLang captures: ``unit/test_gate``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from harness.fixtures import Change
 from harness.forwards import assert_fast, assert_stock
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, log
@@ -44,7 +44,7 @@ def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
 
 def test_copied_positions_beside_prefill_graphs(
     engine: Engine,
-    restarted: Callable[..., None],
+    restarted: Change,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,6 +24,7 @@ from sglang.srt.models import gemma4_causal, gemma4_mm
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 import triton
+from harness.fixtures import Change, Said
 from harness.forwards import assert_fast, state_of
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.admission import third_party
@@ -258,7 +259,7 @@ def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_third_party_code_makes_a_server_stock(
-    engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None], name: str
+    engine: Engine, judged: Callable[[], str | None], setting: Change, name: str
 ) -> None:
     """The reason has place, module and name, and the setting that accepts the code."""
     foreign, beginning = CASES[name]
@@ -288,7 +289,7 @@ NORM = f"{__name__}.MyNorm"
 def test_names_that_are_trusted(
     engine: Engine,
     judged: Callable[[], str | None],
-    setting: Callable[..., None],
+    setting: Change,
     trust: tuple[str, ...],
     refused: str,
 ) -> None:
@@ -310,7 +311,7 @@ def test_all_third_party_code_is_named_at_once(
 
 
 def test_what_is_trusted_vouches_for_nothing_else(
-    engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
+    engine: Engine, judged: Callable[[], str | None], setting: Change
 ) -> None:
     """Trust covers no other code.
 
@@ -332,7 +333,7 @@ def test_what_is_trusted_vouches_for_nothing_else(
 
 
 def test_a_forward_that_is_not_ours_any_more(
-    engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
+    engine: Engine, judged: Callable[[], str | None], setting: Change
 ) -> None:
     """No prefill is cut after third-party code has restored the original method."""
     stock = inspect.unwrap(MODEL.forward)
@@ -343,7 +344,7 @@ def test_a_forward_that_is_not_ours_any_more(
 
 
 def test_what_cannot_be_judged(
-    engine: Engine, judged: Callable[[], str | None], said: Callable[..., list[str]]
+    engine: Engine, judged: Callable[[], str | None], said: Said
 ) -> None:
     """An object that raises when it is inspected makes the server run as stock, and not end."""
 
@@ -375,7 +376,7 @@ def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> 
         assert_fast(engine)
 
 
-def test_doctor_judges_what_needs_no_weights(setting: Callable[..., None], engine: Engine) -> None:
+def test_doctor_judges_what_needs_no_weights(setting: Change, engine: Engine) -> None:
     """It reports the server's reasons that follow from code alone, in the same words."""
     setting(trust=("theirs", __name__))
     with assigned(logits_processor.LogitsProcessor, "forward", wrapped):

@@ -31,6 +31,7 @@ from harness import prefill_exits
 from harness.batches import batch_of
 from harness.checking import audited, counts
 from harness.decode_graphs import record_tail
+from harness.fixtures import Change
 from harness.forwards import ENGINE, InjectedError, state_of
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.media import MediaPrompt, media_batch
@@ -188,7 +189,7 @@ def test_media_run_eagerly(engine: Engine, are_open: bool) -> None:
 UNFINISHED = batch_of((0, 33), (9, 1), (40, 20), (3, 5), to_come=tuple(range(20, 34)))
 
 
-def test_answers_that_are_read_late(engine: Engine, batches_with: Callable[..., None]) -> None:
+def test_answers_that_are_read_late(engine: Engine, batches_with: Change) -> None:
     """Answers and drafts' hidden states stay valid after second chunks ran on the same tail."""
     batches_with(
         capture_hidden_mode=CaptureHiddenMode.FULL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from harness.batches import BATCHES, batch_of
+from harness.fixtures import Said
 from harness.forwards import (
     CHUNKS,
     MARKS_CHUNKS,
@@ -101,9 +102,7 @@ def test_norms_that_add_in_place(engine: Engine, name: str) -> None:
 @pytest.mark.usefixtures("in_place_norms")
 @pytest.mark.parametrize("place", ["first layer", "last tail layer"])
 @pytest.mark.parametrize("name", ["input logprobs", "image"])
-def test_a_failure_is_served_by_stock(
-    engine: Engine, said: Callable[..., list[str]], place: str, name: str
-) -> None:
+def test_a_failure_is_served_by_stock(engine: Engine, said: Said, place: str, name: str) -> None:
     scheduled = scheduled_batch(engine, name)
     stock = run(engine, scheduled, "0")
     reset_log()
@@ -123,9 +122,7 @@ def test_a_failure_is_served_by_stock(
     assert_same_answers(stock, fast, TOLERANCE)
 
 
-def test_failures_in_a_row_turn_the_fast_path_off(
-    engine: Engine, said: Callable[..., list[str]]
-) -> None:
+def test_failures_in_a_row_turn_the_fast_path_off(engine: Engine, said: Said) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
     reset_log()
@@ -252,7 +249,7 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
 
 
 def test_decode_goes_straight_through(
-    engine: Engine, caplog: pytest.LogCaptureFixture, said: Callable[..., list[str]]
+    engine: Engine, caplog: pytest.LogCaptureFixture, said: Said
 ) -> None:
     """Eligibility is not checked, no tail is planned, nothing is counted or logged."""
     backends, steps = backends_of(engine), []

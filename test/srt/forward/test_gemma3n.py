@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ from harness.checking import (
     result_of_check,
 )
 from harness.decode_graphs import record_tail
+from harness.fixtures import Change
 from harness.forwards import CHUNKS, ENGINE, assert_fast, assert_stock, state_of
 from harness.observe import assert_same_cache, run
 from harness.random_batches import PROPERTIES, holds
@@ -105,7 +105,7 @@ def hugging_face(model: Any, keys: int, prompt: Prompt) -> torch.Tensor:
     return logits
 
 
-def test_images_run_as_stock(engine: Engine, batches_with: Callable[..., None]) -> None:
+def test_images_run_as_stock(engine: Engine, batches_with: Change) -> None:
     """Image prompts are untested on the fast path, so they run as stock."""
     batches_with(mm_inputs=[SimpleNamespace(mm_items=[]), None])
     assert_stock(engine, eligibility.MEDIA)

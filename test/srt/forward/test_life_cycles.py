@@ -27,6 +27,7 @@ from sglang.srt.model_executor import model_runner
 
 from harness import prefill_exits
 from harness.batches import batch_of
+from harness.fixtures import Said
 from harness.forwards import ENGINE, state_of
 from harness.observe import without_padding
 from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, assert_served_alike, run
@@ -228,7 +229,7 @@ def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
 
 
 def test_a_recapture_logs_nothing_again(
-    engine: Engine, said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No line is logged again, though each recapture takes another time."""
     reset_log()
@@ -304,7 +305,7 @@ def test_a_batch_that_still_runs_at_a_recapture(
     ],
 )
 def test_slots_that_others_read_are_not_borrowed_at_a_recapture(
-    engine: Engine, said: Callable[..., list[str]], shared: dict[str, Any], eager: str
+    engine: Engine, said: Said, shared: dict[str, Any], eager: str
 ) -> None:
     """A transfer, or a copy to the host, does not wait. A tail that cannot be checked is eager.
 

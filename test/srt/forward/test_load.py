@@ -10,13 +10,13 @@ import logging
 import multiprocessing
 import pkgutil
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from harness.fixtures import Said
 from sglang_gemma4_yoco import compat, log, plugin, settings
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.model import TextModelAdapter
@@ -146,7 +146,7 @@ def test_a_method_that_is_gone(
     "path", ["sglang.srt.managers.scheduler.Scheduler", "sglang.srt.managers.scheduler.No", "no.C"]
 )
 def test_a_method_used_only_for_reporting_is_gone(
-    monkeypatch: pytest.MonkeyPatch, said: Callable[..., list[str]], path: str
+    monkeypatch: pytest.MonkeyPatch, said: Said, path: str
 ) -> None:
     """Prefills are still cut, and a warning says that a server cannot report it."""
     monkeypatch.setattr(reports, "OPTIONAL", {(path, "no_method"): None})
@@ -206,7 +206,7 @@ for _kind in registry.MODELS:
 @pytest.mark.parametrize(("kind", "name", "instead"), CHANGES)
 def test_a_name_that_one_model_needs(
     monkeypatch: pytest.MonkeyPatch,
-    said: Callable[..., list[str]],
+    said: Said,
     kind: TextModelAdapter,
     name: str,
     instead: Any,

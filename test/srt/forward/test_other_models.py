@@ -16,6 +16,7 @@ from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.server_args import ServerArgs
 
 from harness.batches import new_rows
+from harness.fixtures import Change
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock, state_of
 from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
@@ -67,7 +68,7 @@ def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
 )
 def test_another_model_is_never_touched(
     engine: Engine,
-    restarted: Callable[..., None],
+    restarted: Change,
     monkeypatch: pytest.MonkeyPatch,
     owner: Callable[[Engine], Any],
     name: str,
@@ -87,7 +88,7 @@ def test_another_model_is_never_touched(
 )
 def test_a_model_of_which_sglang_lacks_a_name(
     engine: Engine,
-    restarted: Callable[..., None],
+    restarted: Change,
     monkeypatch: pytest.MonkeyPatch,
     tiny_checkpoint: Path,
     module: Any,
@@ -118,8 +119,8 @@ class Derived(Gemma4TextModel):
 
 def test_a_derived_text_model_that_is_trusted(
     engine: Engine,
-    restarted: Callable[..., None],
-    setting: Callable[..., None],
+    restarted: Change,
+    setting: Change,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is cut like the model that it is derived from."""

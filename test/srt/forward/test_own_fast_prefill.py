@@ -6,7 +6,7 @@ the layer before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from harness import own_fast_prefill
 from harness.checking import result_of_check
+from harness.fixtures import Said
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, outcomes, state_of
 from harness.layer_rows import FIRST_SHARED, LAYERS, whole
 from harness.observe import TOLERANCE, assert_same_answers, run
@@ -44,9 +45,7 @@ def started(checkpoint: Path, *, flag: bool) -> Iterator[Engine]:
         yield engine
 
 
-def test_with_the_flag_off_this_package_serves(
-    tiny_checkpoint: Path, said: Callable[..., list[str]]
-) -> None:
+def test_with_the_flag_off_this_package_serves(tiny_checkpoint: Path, said: Said) -> None:
     """SGLang's forward is then a stock forward, whose loop ends before the cut."""
     with started(tiny_checkpoint, flag=False) as engine:
         assert not engine.text_model.fast_prefill_supported
@@ -57,9 +56,7 @@ def test_with_the_flag_off_this_package_serves(
     assert [line for line in said() if "for this server" in line] == []
 
 
-def test_with_the_flag_on_sglang_serves(
-    tiny_checkpoint: Path, said: Callable[..., list[str]]
-) -> None:
+def test_with_the_flag_on_sglang_serves(tiny_checkpoint: Path, said: Said) -> None:
     """This package plans nothing, and one line says which setting to remove."""
     with started(tiny_checkpoint, flag=True) as engine:
         scheduled = engine.schedule(TWO_PROMPTS)

@@ -7,7 +7,7 @@ batches.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness.batches import batch_of
+from harness.fixtures import Change, Said
 from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock, state_of
 from harness.layer_rows import FIRST_CUT, LAYERS, cut
 from harness.observe import TOLERANCE, both_ways
@@ -41,13 +42,13 @@ ROWS_IN_ALL = 43  # of the two prompts
 # ---------------------------------------------------------------- refused
 
 
-def test_a_refused_batch_is_stock(engine: Engine, batches_with: Callable[..., None]) -> None:
+def test_a_refused_batch_is_stock(engine: Engine, batches_with: Change) -> None:
     batches_with(capture_hidden_mode=CaptureHiddenMode.FULL)
     assert_stock(engine, eligibility.HIDDEN_STATES)
 
 
 def test_a_refused_server_logs_why_and_plans_nothing(
-    engine: Engine, restarted: Callable[..., None], said: Callable[..., list[str]]
+    engine: Engine, restarted: Change, said: Said
 ) -> None:
     restarted(enable_deterministic_inference=True)
     reason = "deterministic inference"
@@ -84,7 +85,7 @@ def capturing(engine: Engine) -> Iterator[Any]:
 
 @pytest.mark.parametrize("layer", [FIRST_CUT - 1, LAYERS - 1])
 def test_layers_captured_after_the_cut(
-    engine: Engine, capturing: Any, batches_with: Callable[..., None], layer: int
+    engine: Engine, capturing: Any, batches_with: Change, layer: int
 ) -> None:
     """DFlash captures such layers: here the donor's input, or the last layer's output."""
     capturing.set_dflash_layers_to_capture([layer])
@@ -94,7 +95,7 @@ def test_layers_captured_after_the_cut(
 
 
 def test_layers_captured_before_the_cut(
-    engine: Engine, capturing: Any, batches_with: Callable[..., None]
+    engine: Engine, capturing: Any, batches_with: Change
 ) -> None:
     """Layers before the cut have all rows, as in stock: a reader of last rows may capture them."""
     capturing.set_eagle3_layers_to_capture([0, 1])
@@ -104,9 +105,7 @@ def test_layers_captured_before_the_cut(
     assert torch.equal(stock.output.hidden_states, fast.output.hidden_states)
 
 
-def test_a_server_that_captures_layers(
-    engine: Engine, restarted: Callable[..., None], capturing: Any
-) -> None:
+def test_a_server_that_captures_layers(engine: Engine, restarted: Change, capturing: Any) -> None:
     """Its model returns them beside its rows in each forward, the check's included."""
     capturing.set_eagle3_layers_to_capture([0, 1])
     restarted()
@@ -114,9 +113,7 @@ def test_a_server_that_captures_layers(
 
 
 @pytest.mark.parametrize("prefill_only", [False, True])
-def test_last_hidden_states(
-    engine: Engine, batches_with: Callable[..., None], prefill_only: bool
-) -> None:
+def test_last_hidden_states(engine: Engine, batches_with: Change, prefill_only: bool) -> None:
     """A capture of the last rows alone is served from the kept ones."""
     batches_with(capture_hidden_mode=CaptureHiddenMode.LAST, is_prefill_only=prefill_only)
     stock, fast = assert_fast(engine)
@@ -126,9 +123,7 @@ def test_last_hidden_states(
     )
 
 
-def test_full_capture_of_frozen_kv_drafts(
-    engine: Engine, batches_with: Callable[..., None]
-) -> None:
+def test_full_capture_of_frozen_kv_drafts(engine: Engine, batches_with: Change) -> None:
     """Frozen-KV MTP captures all rows; those that its worker reads are right."""
     batches_with(
         capture_hidden_mode=CaptureHiddenMode.FULL,
@@ -144,7 +139,7 @@ def test_full_capture_of_frozen_kv_drafts(
 
 @pytest.mark.parametrize("algorithm", [SpeculativeAlgorithm.NGRAM, SpeculativeAlgorithm.STANDALONE])
 def test_drafts_that_read_no_row_but_the_last(
-    engine: Engine, batches_with: Callable[..., None], algorithm: SpeculativeAlgorithm
+    engine: Engine, batches_with: Change, algorithm: SpeculativeAlgorithm
 ) -> None:
     batches_with(spec_algorithm=algorithm)
     assert_fast(engine)
@@ -166,7 +161,7 @@ def outcome_of_chunk(engine: Engine) -> Outcome:
 
 @pytest.mark.parametrize("has_processor", [True, False])
 def test_a_custom_logit_processor_reads_the_logits_of_chunks(
-    engine: Engine, batches_with: Callable[..., None], has_processor: bool
+    engine: Engine, batches_with: Change, has_processor: bool
 ) -> None:
     sampling = SimpleNamespace(has_custom_logit_processor=has_processor)
     batches_with(sampling_info=sampling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
@@ -25,6 +25,7 @@ from harness.checking import (
     result_of_check,
     tensors_unchanged,
 )
+from harness.fixtures import Change, Said
 from harness.forwards import (
     ENGINE,
     TWO_PROMPTS,
@@ -73,7 +74,7 @@ def nothing_left(engine: Engine) -> Iterator[None]:
 # ---------------------------------------------------------------- what the check runs
 
 
-def test_both_paths_are_taken(engine: Engine, said: Callable[..., list[str]]) -> None:
+def test_both_paths_are_taken(engine: Engine, said: Said) -> None:
     """Stock runs once, the tail once per kind of batch on stock's rows, and one whole forward.
 
     Nothing is left of it, counted or logged.
@@ -175,7 +176,7 @@ def test_a_fast_path_that_fails_is_no_rounding(engine: Engine) -> None:
     assert not found.agrees
 
 
-def test_the_threshold_does_not_apply(engine: Engine, setting: Callable[..., None]) -> None:
+def test_the_threshold_does_not_apply(engine: Engine, setting: Change) -> None:
     setting(min_skipped_rows=1000)
     with counted(engine) as forwards:
         assert checked(engine).worst is not None
@@ -200,14 +201,14 @@ def capture(engine: Engine) -> None:
     graphs_captured.set_up(engine.runner, engine.text_model)
 
 
-def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list[str], list[str]]:
+def lines_of_start(engine: Engine, said: Said) -> tuple[list[str], list[str]]:
     """Return the log of a capture of the engine's graphs: "is on" lines, and errors."""
     capture(engine)
     return [line for line in said() if " is on: " in line], said(logging.ERROR)
 
 
 def test_it_runs_once_and_the_start_line_has_its_worst_comparison(
-    started: ModelState, engine: Engine, said: Callable[..., list[str]]
+    started: ModelState, engine: Engine, said: Said
 ) -> None:
     """After a weight update graphs are captured again, while prefixes are cached."""
     [line], _ = lines_of_start(engine, said)
@@ -221,7 +222,7 @@ def test_it_runs_once_and_the_start_line_has_its_worst_comparison(
 
 
 def test_a_server_that_fails_is_served_by_stock(
-    started: ModelState, engine: Engine, said: Callable[..., list[str]]
+    started: ModelState, engine: Engine, said: Said
 ) -> None:
     with settings.changed(self_check=True), BREAKAGES["rows of the next request"](started):
         on, [error] = lines_of_start(engine, said)
@@ -230,9 +231,7 @@ def test_a_server_that_fails_is_served_by_stock(
     assert_stock(engine, check.CHECK_FAILED)
 
 
-def test_the_setting_skips_it(
-    started: ModelState, engine: Engine, setting: Callable[..., None]
-) -> None:
+def test_the_setting_skips_it(started: ModelState, engine: Engine, setting: Change) -> None:
     setting(self_check=False)
     with counted(engine) as forwards:
         capture(engine)
@@ -264,7 +263,7 @@ def test_a_server_that_cannot_be_checked_is_stock(
     started: ModelState,
     engine: Engine,
     caplog: pytest.LogCaptureFixture,
-    said: Callable[..., list[str]],
+    said: Said,
 ) -> None:
     """It is not known to be right."""
     with failing(engine, "first layer"):
@@ -281,7 +280,7 @@ def test_a_server_that_cannot_be_checked_is_stock(
     assert_stock(engine, reason)
 
 
-def test_a_start_that_fails_is_stock(engine: Engine, said: Callable[..., list[str]]) -> None:
+def test_a_start_that_fails_is_stock(engine: Engine, said: Said) -> None:
     """SGLang continues; the next start tries the fast path again."""
     with mock.patch.object(runner_parts, "find_pool_reason", side_effect=InjectedError):
         engine.runner.init_attention_backends()
@@ -293,7 +292,7 @@ def test_a_start_that_fails_is_stock(engine: Engine, said: Callable[..., list[st
 
 @pytest.mark.parametrize("part", ["repair_capture", "open_exits"])
 def test_a_capture_of_sglangs_goes_on(
-    started: ModelState, engine: Engine, said: Callable[..., list[str]], part: str
+    started: ModelState, engine: Engine, said: Said, part: str
 ) -> None:
     captured = list[Any]()
     wrap = runner_methods.WRAPPED[compat.names.ModelRunner, "init_cuda_graphs"]
@@ -326,7 +325,7 @@ def test_samples_are_those_of_a_server_without_the_check(
 
 
 def test_prefills_that_bypass_the_path(
-    engine: Engine, said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After twenty prefills that bypass the path, the status is no longer "active".
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +21,7 @@ from harness.batches import batch_of
 from harness.breakages import BREAKAGES
 from harness.checking import checked, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
+from harness.fixtures import Said
 from harness.forwards import ENGINE, assert_stock, state_of
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
@@ -93,7 +93,7 @@ def test_windows_that_no_prompt_exceeds(
     assert state_of(engine).off_because is None
 
 
-def test_what_has_no_room_is_not_cut(path: Path, said: Callable[..., list[str]]) -> None:
+def test_what_has_no_room_is_not_cut(path: Path, said: Said) -> None:
     """Prompts may be longer than the window, but the pool has no room for the K and V of one."""
     with mock.patch.object(MemoryPoolConfigurator, "validate_swa_pool_size"):
         engine = start_engine(path, max_total_tokens=TOO_FEW)

@@ -19,6 +19,7 @@ from harness.batches import batch_of
 from harness.breakages import BREAKAGES
 from harness.checking import result_of_check
 from harness.decode_graphs import recorded_decode_steps
+from harness.fixtures import Change, Said
 from harness.forwards import ENGINE, assert_fast, assert_stock, outcomes, state_of
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters
@@ -41,7 +42,7 @@ def engine(tiny_checkpoint: Any) -> Engine:
 
 
 @pytest.fixture
-def untested(engine: Engine, setting: Callable[..., None]) -> Iterator[Callable[..., None]]:
+def untested(engine: Engine, setting: Change) -> Iterator[Change]:
     """Yield a function that starts an SGLang newer than the last tested one, with settings."""
 
     def start(*, untested: bool = False, self_check: bool = True) -> None:
@@ -58,9 +59,7 @@ def untested(engine: Engine, setting: Callable[..., None]) -> Iterator[Callable[
     engine.runner.init_attention_backends()
 
 
-def test_with_the_setting_it_extends_eagerly(
-    engine: Engine, untested: Callable[..., None], said: Callable[..., list[str]]
-) -> None:
+def test_with_the_setting_it_extends_eagerly(engine: Engine, untested: Change, said: Said) -> None:
     """The check passes first; the tail is eager although SGLang's decode steps are captured."""
     untested(untested=True)
     state = state_of(engine)
@@ -75,9 +74,7 @@ def test_with_the_setting_it_extends_eagerly(
         assert_fast(engine, PROMPTS, tail_mode="EXTEND")
 
 
-def test_a_check_that_finds_a_defect_turns_it_off(
-    engine: Engine, untested: Callable[..., None]
-) -> None:
+def test_a_check_that_finds_a_defect_turns_it_off(engine: Engine, untested: Change) -> None:
     with patched(check, check_model=broken(check.check_model)):
         untested(untested=True)
     assert_stock(engine, check.CHECK_FAILED, PROMPTS)
@@ -93,7 +90,7 @@ def broken(stock: Callable[..., Any]) -> Callable[..., Any]:
     return check_model
 
 
-def test_without_the_check_it_is_stock(engine: Engine, untested: Callable[..., None]) -> None:
+def test_without_the_check_it_is_stock(engine: Engine, untested: Change) -> None:
     untested(untested=True, self_check=False)
     reason = state_of(engine).off_because
     assert reason is not None

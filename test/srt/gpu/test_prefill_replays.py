@@ -11,12 +11,13 @@ the smallest model and the reference's recordings.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from harness.batches import batch_of
+from harness.fixtures import Change
 from harness.forwards import state_of
 
 if os.environ.get("YOCO_TEST_GPU") != ("1" if torch.cuda.is_available() else "cpu"):
@@ -124,7 +125,7 @@ def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
 
 
 @pytest.fixture
-def exits(engine: Engine, setting: Callable[..., None]) -> None:
+def exits(engine: Engine, setting: Change) -> None:
     """Assert that the exits are open and passed their check; cut if one row can be skipped."""
     setting(min_skipped_rows=1)
     facts = state_of(engine).report

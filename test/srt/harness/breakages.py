@@ -85,12 +85,12 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
         return
     init = compat.attention.init_tail_metadata
 
-    def untranslated(stock: Callable[..., Any], *args: Any) -> Any:
-        cache = stock(*args)
-        if cache.window_slots is None:
-            return cache
-        same = torch.arange(len(cache.window_slots)) % len(cache.keys)
-        return cache._replace(window_slots=same)
+    def untranslated(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        cache, *others = stock(*args, **kwargs)
+        if cache.window_slots is not None:
+            same = torch.arange(len(cache.window_slots)) % len(cache.keys)
+            cache = cache._replace(window_slots=same)
+        return cache, *others
 
     def shifted(backend: Any, batch: Any) -> None:
         init(backend, batch)
@@ -104,7 +104,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
     if _is_triton(tail):
         span = mock.patch.object(compat.attention, "init_tail_metadata", shifted)
     else:
-        span = patched(tail, _written=partial(untranslated, tail._written))
+        span = patched(tail, _write=partial(untranslated, tail._write))
     with span:
         yield True
 

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from sglang.srt.managers.mm_utils import init_mm_embedding_cache
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
 from harness.observe import Observed
 from sglang_gemma4_reference import releases
@@ -53,19 +54,6 @@ class MediaPrompt:
 
 
 _processor = cache(build_processor)
-
-
-def _spans(ids: list[int], token: int) -> list[tuple[int, int]]:
-    """Return the first and last place of each unbroken run of ``token``."""
-    spans: list[tuple[int, int]] = []
-    for place, given in enumerate(ids):
-        if given != token:
-            continue
-        first = place
-        if spans and spans[-1][1] == place - 1:
-            first, _ = spans.pop()
-        spans.append((first, place))
-    return spans
 
 
 def _encoded(prompt: MediaPrompt) -> Any:
@@ -126,12 +114,12 @@ def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[Multim
 def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInputs | None]:
     """Return the prompt as the engine takes it, and the media of its placeholders."""
     encoded = _encoded(prompt)
-    ids = encoded["input_ids"][0].tolist()
-    config = engine.runner.model.config
-    spans = {}
+    [encoded_ids] = encoded["input_ids"]
+    config, spans = engine.runner.model.config, {}
     for kind in _ARGUMENTS:
-        spans[kind] = _spans(ids, getattr(config, f"{kind}_token_id"))
-    items = _items(encoded, spans)
+        placeholder = getattr(config, f"{kind}_token_id")
+        spans[kind] = BaseMultimodalProcessor.get_mm_items_offset(encoded_ids, placeholder)
+    items, ids = _items(encoded, spans), encoded_ids.tolist()
     for item in items:
         for begin, end in item.offsets:
             ids[begin : end + 1] = releases.placeholders(item, end + 1 - begin)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -91,17 +91,15 @@ def eligible_batch(**changes: Any) -> ForwardBatch:
     return ForwardBatch(**(fields | changes))
 
 
-def model(**changes: Any) -> SimpleNamespace:
-    """Return a stand-in for E2B's text model."""
-    config = {"num_hidden_layers": 35, "num_kv_shared_layers": 20}
-    config |= {name: changes.pop(name) for name in list(changes) if name in config}
-    return SimpleNamespace(
-        **{
-            "config": SimpleNamespace(**config),
-            "layers_to_capture": [],
-        }
-        | changes
-    )
+def model(*, shared: int = 20, captured: Sequence[int] = ()) -> SimpleNamespace:
+    """Return a stand-in for E2B's text model.
+
+    Args:
+        shared: the number of its KV-shared layers.
+        captured: the layers whose inputs are captured.
+    """
+    config = SimpleNamespace(num_hidden_layers=35, num_kv_shared_layers=shared)
+    return SimpleNamespace(config=config, layers_to_capture=[*captured])
 
 
 def state_of(served: Any) -> ModelState:

@@ -12,17 +12,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.models.llama import LlamaMLP
 from torch import nn
 
 
@@ -65,30 +61,13 @@ class ThirdAttention(nn.Module):
         return rows
 
 
-class ThirdMLP(nn.Module):
-    """The FFN."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner] * 2, bias=False)
-        self.act_fn = SiluAndMul()
-        self.down_proj = RowParallelLinear(inner, hidden, bias=False)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the update of the residual stream: [rows, hidden]."""
-        gated, _ = self.gate_up_proj(rows)
-        added: torch.Tensor = self.down_proj(self.act_fn(gated))[0]
-        return added
-
-
 class ThirdLayer(nn.Module):
     """A layer, with a norm before each of its two parts."""
 
     def __init__(self, config: Any, number: int) -> None:
         super().__init__()
         self.self_attn = ThirdAttention(config, number)
-        self.mlp = ThirdMLP(config)
+        self.mlp = LlamaMLP(config.hidden_size, config.intermediate_size, "silu")
         self.input_layernorm = RMSNorm(config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size)
 

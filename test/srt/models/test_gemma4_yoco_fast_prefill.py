@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
+from harness.fixtures import Change
 from harness.stand_ins import eligible_batch, model, reason_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat, plugin
@@ -23,42 +24,35 @@ DECODES = pytest.mark.skipif(
 )
 
 
+Lengths = tuple[list[int], list[int], list[int], list[int], int]
+#: New and cached tokens of the prompts, on the device and on the host, and new tokens in all.
+WHOLE: Lengths = ([3, 4, 2], [0, 10, 0], [3, 4, 2], [0, 10, 0], 9)
+LAST_ROWS: Lengths = ([1, 1, 1], [2, 13, 1], [1, 1, 1], [2, 13, 1], 3)
+
+
+def lengths_of(batch: Any) -> Lengths:
+    """Return the lengths that a batch says its prompts have."""
+    return (
+        batch.extend_seq_lens.tolist(),
+        batch.extend_prefix_lens.tolist(),
+        list(batch.extend_seq_lens_cpu),
+        list(batch.extend_prefix_lens_cpu),
+        batch.extend_num_tokens,
+    )
+
+
 class RecordingBackend:
     """Attention backend that records each batch that it plans for."""
 
     def __init__(self) -> None:
-        self.planned: list[tuple[list[int], list[int], list[int]]] = []
+        self.planned: list[Lengths] = []
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        self.planned.append(
-            (
-                forward_batch.extend_seq_lens.tolist(),
-                forward_batch.extend_prefix_lens.tolist(),
-                list(forward_batch.extend_seq_lens_cpu),
-            )
-        )
-
-
-def batch(new: list[int], total: list[int] | None = None, **changes: Any) -> ForwardBatch:
-    """Return a batch of prompts of these new and total lengths."""
-    total, rows = total or new, sum(new)
-    cached = [s - n for s, n in zip(total, new, strict=True)]
-    lengths = {
-        "batch_size": len(new),
-        "input_ids": torch.arange(rows),
-        "out_cache_loc": torch.arange(rows),
-        "extend_num_tokens": rows,
-        "extend_seq_lens": torch.tensor(new, dtype=torch.int32),
-        "extend_seq_lens_cpu": list(new),
-        "extend_prefix_lens": torch.tensor(cached, dtype=torch.int32),
-        "extend_prefix_lens_cpu": cached,
-        "seq_lens": torch.tensor(total, dtype=torch.int32),
-    }
-    return eligible_batch(**lengths, **changes)
+        self.planned.append(lengths_of(forward_batch))
 
 
 @pytest.fixture(autouse=True)
-def _installed(setting: Callable[..., None]) -> Iterator[None]:
+def _installed(setting: Change) -> Iterator[None]:
     """Install the patch in a process that serves nothing."""
     setting(min_skipped_rows=None)
     plugin.load()  # as any process of SGLang's does, once
@@ -66,16 +60,13 @@ def _installed(setting: Callable[..., None]) -> Iterator[None]:
         yield
 
 
-TWO = batch([10, 5])
-
-
 @pytest.mark.parametrize(
     ("served", "forward_batch", "reason"),
     [
-        (model(), batch([10, 5, 7]), None),
-        (model(num_kv_shared_layers=0), batch([10, 5, 7]), order.NO_SHARED_LAYERS),
-        (model(), batch([10], forward_mode=ForwardMode.DECODE), "forward mode DECODE"),
-        (model(layers_to_capture=[14]), TWO, eligibility.CAPTURED_LAYERS),
+        (model(), eligible_batch(), None),
+        (model(shared=0), eligible_batch(), order.NO_SHARED_LAYERS),
+        (model(), eligible_batch(forward_mode=ForwardMode.DECODE), "forward mode DECODE"),
+        (model(captured=[14]), eligible_batch(), eligibility.CAPTURED_LAYERS),
     ],
 )
 def test_eligibility(served: Any, forward_batch: ForwardBatch, reason: object) -> None:
@@ -84,15 +75,14 @@ def test_eligibility(served: Any, forward_batch: ForwardBatch, reason: object) -
 
 
 def test_eligibility_env_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "0")
-    assert Gemma4TextModel._yoco_eligibility(model(), TWO) is False
-    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
-    assert Gemma4TextModel._yoco_eligibility(model(), TWO) is True
+    for switch, eligible in (("0", False), ("1", True)):
+        monkeypatch.setenv("SGLANG_GEMMA4_YOCO", switch)
+        assert Gemma4TextModel._yoco_eligibility(model(), eligible_batch()) is eligible
 
 
 @DECODES
 def test_truncate_to_last_tokens_indices_and_restore() -> None:
-    forward_batch, backend = batch([3, 4, 2], total=[3, 14, 2]), RecordingBackend()
+    forward_batch, backend = eligible_batch(), RecordingBackend()
     before = dict(vars(forward_batch))
     hidden = torch.arange(9.0)[:, None].repeat(1, 8)
     positions = torch.tensor([0, 1, 2, 10, 11, 12, 13, 0, 1])
@@ -108,19 +98,13 @@ def test_truncate_to_last_tokens_indices_and_restore() -> None:
         assert row_positions.tolist() == [2, 13, 1]
         assert row_inputs[:, 0, 0].tolist() == [2.0, 6.0, 8.0]
         assert row_inputs.shape == (3, 35, 16)
-        assert forward_batch.extend_seq_lens.tolist() == [1, 1, 1]
-        assert forward_batch.extend_prefix_lens.tolist() == [2, 13, 1]
-        assert forward_batch.extend_seq_lens_cpu == [1, 1, 1]
-        assert forward_batch.extend_prefix_lens_cpu == [2, 13, 1]
-        assert forward_batch.extend_num_tokens == 3
-        assert backend.planned == [([1, 1, 1], [2, 13, 1], [1, 1, 1])]
+        assert backend.planned == [lengths_of(forward_batch)] == [LAST_ROWS]
 
         restore()
         for name, value in before.items():
             assert vars(forward_batch)[name] is value
-        assert backend.planned[1:] == [([3, 4, 2], [0, 10, 0], [3, 4, 2])]
         restore()
-        assert len(backend.planned) == 2
+        assert backend.planned[1:] == [WHOLE]
     # The rows are copies: a layer may overwrite its input.
     rows.zero_()
     assert hidden[2, 0] == 2.0
@@ -130,7 +114,7 @@ def test_another_order_of_arguments() -> None:
     """The PR was published with this order too."""
     with pytest.raises(TypeError, match="expected hidden_states, positions, per_layer_inputs"):
         Gemma4TextModel._yoco_truncate_to_last_tokens(
-            model(), TWO, torch.zeros(15, 8), torch.arange(15), None
+            model(), eligible_batch(), torch.zeros(9, 8), torch.arange(9), None
         )
 
 
@@ -142,7 +126,7 @@ def test_truncate_that_fails_leaves_the_batch_alone() -> None:
             if len(self.planned) == 1:
                 raise MemoryError("no room")
 
-    forward_batch, backend = batch([3, 4, 2]), Failing()
+    forward_batch, backend = eligible_batch(), Failing()
     before = dict(vars(forward_batch))
     with (
         forward_context(ForwardContext(attn_backend=backend)),
@@ -153,4 +137,4 @@ def test_truncate_that_fails_leaves_the_batch_alone() -> None:
         )
     for name, value in before.items():
         assert vars(forward_batch)[name] is value
-    assert backend.planned[-1] == ([3, 4, 2], [0, 0, 0], [3, 4, 2])
+    assert backend.planned[-1] == WHOLE

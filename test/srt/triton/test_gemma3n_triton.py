@@ -5,13 +5,13 @@ SGLang's own attention code runs, in the interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of
+from harness.fixtures import Said
 from harness.forwards import INTERPRETED_ENGINE, assert_fast, backends_of, state_of
 from harness.observe import run
 from sglang_gemma4_reference import gemma3n as reference
@@ -56,7 +56,7 @@ def test_beside_another_backend(checkpoint: Path) -> None:
     assert not check.check_model(engine.runner, state_of(engine)).agrees
 
 
-def test_alone(checkpoint: Path, said: Callable[..., list[str]]) -> None:
+def test_alone(checkpoint: Path, said: Said) -> None:
     """If this fails, a release has fixed the fault: review the windows again."""
     engine = Engine(checkpoint, **INTERPRETED_ENGINE)
     assert type(engine.runner.attn_backend) is TritonAttnBackend

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from harness.fixtures import Change
 from harness.stand_ins import eligible_batch, model, reason_of, state_of
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import eligibility, planning, worth
@@ -141,7 +142,7 @@ def test_a_capture_that_is_unset() -> None:
 @pytest.mark.parametrize(("layer", "reason"), [(13, None), (14, eligibility.CAPTURED_LAYERS)])
 def test_the_first_captured_layer_that_is_refused(layer: int, reason: Refusal | None) -> None:
     """The input of layer S-1 is already that of the kept rows."""
-    assert reason_of(model(layers_to_capture=[2, layer]), eligible_batch()) == reason
+    assert reason_of(model(captured=[2, layer]), eligible_batch()) == reason
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_the_rule(total: int, read: int, how: dict[str, Any], pays: bool) -> Non
     ],
 )
 def test_too_few_rows_to_skip(
-    setting: Callable[..., None],
+    setting: Change,
     minimum: int | None,
     changes: dict[str, Any],
     reason: Refusal | None,
@@ -216,7 +217,7 @@ def test_too_few_rows_to_skip(
     ],
 )
 def test_eligibility_depends_on_how_the_tail_runs(
-    setting: Callable[..., None],
+    setting: Change,
     on_gpu: bool,
     captured: bool,
     changes: dict[str, Any],
@@ -327,7 +328,7 @@ SHORT_ON_A_GPU: list[tuple[int, int | None, bool, Refusal | None]] = [
 
 @pytest.mark.parametrize(("tokens", "minimum", "intermediate", "reason"), SHORT_ON_A_GPU)
 def test_an_exit_on_a_gpu_skips_128_rows(
-    setting: Callable[..., None],
+    setting: Change,
     tokens: int,
     minimum: int | None,
     intermediate: bool,

@@ -23,6 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from harness.call_sites import call_of, is_of_package
+from harness.fixtures import Said
 from harness.forwards import InjectedError
 from sglang_gemma4_reference.engine import reset_log
 from sglang_gemma4_yoco import compat, counters, plugin
@@ -68,7 +69,7 @@ class Unreadable:
 @EACH
 @ERRORS
 def test_objects_that_cannot_be_read(
-    place: tuple[Any, str], error: type[BaseException], said: Callable[..., list[str]]
+    place: tuple[Any, str], error: type[BaseException], said: Said
 ) -> None:
     """SGLang's runner on MLX, whose model has no modules, was such an object."""
     unreadable, calls = Unreadable(error), list[tuple[Any, ...]]()
@@ -136,9 +137,7 @@ def run_watched(place: tuple[Any, str], on_site: Callable[[str], object]) -> Non
 
 @EACH
 @ERRORS
-def test_each_call_fails(
-    place: tuple[Any, str], error: type[BaseException], said: Callable[..., list[str]]
-) -> None:
+def test_each_call_fails(place: tuple[Any, str], error: type[BaseException], said: Said) -> None:
     sites: dict[str, None] = {}
     run_watched(place, sites.setdefault)
     assert sites
