@@ -29,7 +29,6 @@ from scripts.command_line import new_parser
 from scripts.environment import REPO
 from scripts.result_files import RESULTS, load_results
 from sglang_gemma4_yoco.commands.console import say
-from sglang_gemma4_yoco.startup import reports, runner_methods
 
 if TYPE_CHECKING:
     from sglang_gemma4_yoco.compat.backends import Backend
@@ -109,6 +108,7 @@ def list_settings() -> Rows:
 def list_methods() -> Rows:
     """Yield the wrapped methods of SGLang's classes."""
     from sglang_gemma4_yoco.models import registry
+    from sglang_gemma4_yoco.startup import reports, runner_methods
 
     for kind in registry.MODELS:
         yield f"`{kind.SGLANG.text_model}`", "`forward`"

@@ -56,7 +56,6 @@ from scripts.result_files import REHEARSAL, begin_result, device_name, write_res
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.comparison import Times
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
-from sglang_gemma4_yoco.core import planning
 from sglang_gemma4_yoco.settings import name_of
 
 if TYPE_CHECKING:
@@ -499,6 +498,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     from sglang_gemma4_reference import releases
     from sglang_gemma4_reference.engine import Prompt
     from sglang_gemma4_yoco import compat
+    from sglang_gemma4_yoco.core import planning
     from sglang_gemma4_yoco.core.backend_pair import BackendPair
     from sglang_gemma4_yoco.core.forward import wrap_model_forward
     from sglang_gemma4_yoco.core.state import ModelState
