@@ -37,8 +37,6 @@ def run(args: argparse.Namespace) -> int:
         flags = args.flags
         if args.model_path is not None:
             flags = ["--model-path", args.model_path, *flags]
-        if not any(flag.startswith(("--model", "--config")) for flag in flags):
-            raise CommandError("no model is named: give --model-path")
         with redirect_stdout(unseen), redirect_stderr(unseen):  # what SGLang prints
             from sglang.srt.plugins import load_plugins
 

@@ -4,11 +4,11 @@ Flags are checked by the code that checks them in a server.
 """
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from typing import Any
 
 from sglang.srt import runtime_context, server_args
+from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_gemma4_yoco import compat, metrics
@@ -68,9 +68,10 @@ def _model(
 ) -> tuple[ModelConfig, TextModelAdapter | None]:
     """Return the model's config, and its adapter if it has a KV-shared tail."""
     report.begin("Model")
-    report.add("path", args.model_path, model=args.model_path)
-    check_directory(args.model_path)
-    with _explain(f"the model {args.model_path} cannot be read"):
+    model: str = resolution_result(args, "model_path")
+    report.add("path", model, model=model)
+    check_directory(model)
+    with _explain(f"the model {model} cannot be read"):
         config = ModelConfig.from_server_args(args)
     text = config.hf_text_config
     layers = text.num_hidden_layers
@@ -126,8 +127,12 @@ def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
     )
 
 
-def _judge(report: Report, adapter: TextModelAdapter, argument: Any) -> None:
-    """Check the flags with a server's own code; the rest is known only when a server starts."""
+def _judge(report: Report, adapter: TextModelAdapter, argument: Callable[[str], object]) -> None:
+    """Check the flags with a server's own code; the rest is known only when a server starts.
+
+    Args:
+        argument: returns a resolved server argument by its name.
+    """
     if compat.server.has_fast_prefill() and not argument(compat.server.FAST_PREFILL):
         report.add("fast prefill", "by this package: SGLang's own is off")
     if argument("model_impl") == "transformers":
