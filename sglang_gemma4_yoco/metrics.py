@@ -12,13 +12,13 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, compat, counters
 from sglang_gemma4_yoco.admission import arguments
-from sglang_gemma4_yoco.core.state import ModelReport, ModelState, get_attached_state
+from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
 from sglang_gemma4_yoco.counters import Outcome, served
 from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, ServerRefusal
 
@@ -56,35 +56,27 @@ def describe_state() -> dict[str, Any]:
     """
     state = get_attached_state()
     reason = _find_inactive_reason(state)
-    report = ModelReport()
-    if state is not None:
-        report = state.report
-    cut = tail = exits = fast_prefill = None  # None if no prefill is cut
-    if state is not None and reason is None:
-        cut, tail, exits = state.describe(), report.tail_mode, report.exits
-        fast_prefill = "this package"
-    if state is not None and state.off_because is arguments.SGLANG_SERVES:
-        fast_prefill = "SGLang"
     forwards = Counter[str]()
     for outcome, number in served.forwards.items():
         forwards[make_label(outcome)] += number
-    entry: dict[str, Any] = replace_infinite(
-        {
-            "version": __version__,
-            "active": reason is None,
-            "reason": reason,
-            "fast_prefill": fast_prefill,
-            "cut": cut,
-            "tail": tail,
-            "exits": exits,
-            "check": report.check,
-            "exits_check": report.exits_check,
-            "forwards": forwards,
-            "rows": served.rows,
-            "audits": asdict(served.audits),
-        }
-    )
-    return entry
+    entry = {
+        "version": __version__,
+        "active": reason is None,
+        "reason": reason,
+        **dict.fromkeys(("fast_prefill", "cut", "tail", "exits", "check", "exits_check")),
+        "forwards": forwards,
+        "rows": served.rows,
+        "audits": asdict(served.audits),
+    }
+    if state is not None:
+        report = state.report
+        entry |= {"check": report.check, "exits_check": report.exits_check}
+        if reason is None:
+            entry |= {"fast_prefill": "this package", "cut": state.describe()}
+            entry |= {"tail": report.tail_mode, "exits": report.exits}
+        elif state.off_because is arguments.SGLANG_SERVES:
+            entry["fast_prefill"] = "SGLang"
+    return {name: replace_infinite(value) for name, value in entry.items()}
 
 
 def _find_inactive_reason(state: ModelState | None) -> str | None:
@@ -109,7 +101,7 @@ def make_label(outcome: Outcome) -> str:
     return re.sub(r"\W+", "_", str(outcome).replace("'", "")).lower().strip("_")
 
 
-def replace_infinite(value: Any) -> Any:
+def replace_infinite(value: object) -> object:
     """Return ``value`` with non-finite numbers as strings, since JSON has none.
 
     >>> replace_infinite({"worst": math.inf, "check": {"allowed": 0.5}})
@@ -123,20 +115,20 @@ def replace_infinite(value: Any) -> Any:
 
 
 def add_to_server_info(output: Any) -> None:
-    """Add this process's entry to a scheduler's /server_info response."""
+    """Add this process's entry to a ``GetInternalStateReqOutput``, for /server_info."""
     output.internal_state[SERVER_INFO_ENTRY] = describe_state()
 
 
-def collect_metrics(labels: Mapping[str, Any]) -> None:
+def collect_metrics(labels: Mapping[str, object]) -> None:
     """Create the metrics with the scheduler's labels, and count in them from now on."""
     every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")
-    if labels.get("tp_rank", 0) != 0 and not every_rank:
+    if labels.get("tp_rank") and not every_rank:
         return
 
     import prometheus_client
 
-    of_metrics = {
-        name: prometheus_client.Counter(f"{_PREFIX}{name}_total", text, [*labels, own])
+    counted = {
+        name: prometheus_client.Counter(f"{_PREFIX}{name}", text, [*labels, own])
         for name, (text, own) in _COUNTERS.items()
     }
     worst = prometheus_client.Gauge(
@@ -147,25 +139,24 @@ def collect_metrics(labels: Mapping[str, Any]) -> None:
     ).labels(**labels)
 
     @functools.cache  # looking up a series takes longer than incrementing it
-    def find_series(name: str, own: Outcome) -> Any:
-        return of_metrics[name].labels(*labels.values(), make_label(own))
+    def find_series(name: str, own: Outcome) -> prometheus_client.Counter:
+        return counted[name].labels(*labels.values(), make_label(own))
 
     def collect(name: str, own: Outcome, number: int) -> None:
         find_series(name, own).inc(number)
         if name == "audits":
             worst.set(served.audits.worst)
 
-    for (name, own), number in _list_counts().items():
-        collect(name, own, number)
+    for counts in _list_counts():
+        collect(*counts)
     served.observers.append(collect)
 
 
-def _list_counts() -> dict[tuple[str, Outcome], int]:
-    """Return all counts by the name of the counter and the value of its own label."""
-    outcomes = _EXPECTED | served.forwards.keys()
-    return {
-        **{("forwards", outcome): served.forwards[outcome] for outcome in outcomes},
-        **{("rows", part): served.rows[part] for part in counters.PARTS},
-        ("audits", counters.AGREES): served.audits.agrees,
-        ("audits", counters.DIFFERS): served.audits.differs,
-    }
+def _list_counts() -> Iterator[tuple[str, Outcome, int]]:
+    """Yield the name of a counter, the value of its own label, and its count so far."""
+    for outcome in _EXPECTED | served.forwards.keys():
+        yield "forwards", outcome, served.forwards[outcome]
+    for part in counters.PARTS:
+        yield "rows", part, served.rows[part]
+    yield "audits", counters.AGREES, served.audits.agrees
+    yield "audits", counters.DIFFERS, served.audits.differs

@@ -5,12 +5,16 @@ this module imports neither torch nor SGLang.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from sglang_gemma4_yoco.patched import patched
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
+T = TypeVar("T")
 
 
 class SettingType(NamedTuple):
@@ -18,7 +22,7 @@ class SettingType(NamedTuple):
 
     accepted: str
     pattern: str
-    parse: Callable[[str], Any]
+    parse: Callable[[str], object]
 
 
 _FLAG = SettingType("1 or 0", "[01]", lambda value: value == "1")
@@ -31,7 +35,7 @@ _NAMES = SettingType(
 )
 
 
-def _setting(default: Any, kind: SettingType, explanation: str) -> Any:
+def _setting(default: T, kind: SettingType, explanation: str) -> T:
     return field(default=default, metadata={"kind": kind, "help": explanation})
 
 
@@ -97,52 +101,42 @@ def name_of(setting: str) -> str:
 
 
 #: Every setting, by its environment variable.
-VARIABLES: Mapping[str, Field[Any]] = {name_of(one.name): one for one in fields(Settings)}
+VARIABLES = {name_of(each.name): each for each in fields(Settings)}
 
 
 def describe_default(setting: Field[Any]) -> str:
     """Return the default of a setting in words."""
-    default: Any = setting.default
-    if default == ():
-        return "none"
-    if default is None:
+    if setting.default is None:
         return "automatic"
-    return str(int(default))
+    if setting.default == ():
+        return "none"
+    return f"{setting.default:d}"
 
 
-def parse(variable: str, value: str) -> bool | int | tuple[str, ...]:
+def parse(variable: str, value: str) -> Any:
     """Parse a variable's value; raise ``ValueError`` with the accepted values if it is invalid."""
     setting = VARIABLES[variable]
     kind: SettingType = setting.metadata["kind"]
     if re.fullmatch(kind.pattern, value):
-        parsed: bool | int | tuple[str, ...] = kind.parse(value)
-        return parsed
-    remedy = f"use {kind.accepted}, or leave it unset ({describe_default(setting)})"
-    explanation = setting.metadata["help"]
-    raise ValueError(f"{variable}={value!r} is not a valid value: {remedy}: {explanation}")
+        return kind.parse(value)
+    raise ValueError(
+        f"{variable}={value!r} is not a valid value: use {kind.accepted}, or leave it unset "
+        f"({describe_default(setting)}): {setting.metadata['help']}"
+    )
 
 
 #: The settings of this process.
 current = Settings()
 
 
-@contextmanager
-def changed(**values: Any) -> Iterator[None]:
+def changed(**values: Any) -> AbstractContextManager[None]:
     """Change these fields of the settings in the ``with`` block."""
-    global current
-    before, current = current, replace(current, **values)
-    try:
-        yield
-    finally:
-        current = before
+    return patched(sys.modules[__name__], current=replace(current, **values))
 
 
 def read(environment: Mapping[str, str]) -> Settings:
     """Return the settings in ``environment``; raise ``ValueError`` like ``parse``."""
     if environment.get(SWITCH) == "0":  # no other variable is read
         return Settings(enabled=False)
-    chosen: dict[str, Any] = {}
-    for name, setting in VARIABLES.items():
-        if name in environment:
-            chosen[setting.name] = parse(name, environment[name])
-    return Settings(**chosen)
+    given = (name for name in VARIABLES if name in environment)
+    return Settings(**{VARIABLES[name].name: parse(name, environment[name]) for name in given})

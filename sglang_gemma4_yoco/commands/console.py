@@ -7,20 +7,20 @@ from typing import Any, TextIO
 
 from sglang_gemma4_yoco.commands.redact import redact
 
+#: A JSON document.
+Document = dict[str, Any]
+
 #: The entries that --json always has, besides the verdict; null if unknown.
 ENTRIES = (
     *("version", "sglang", "torch", "python", "settings", "plugins"),
     *("model", "layers", "first_shared", "quantisation", "attention"),
 )
 
-NO_SGLANG = "no SGLang is installed here; run this where the server runs"
-
-# The verdicts of ``doctor``, by its exit status.
-_ACTIVE = (True, False, None)
+# By the exit status of ``doctor``: its verdict, in JSON and as text.
 _VERDICTS = (
-    "It would be active.",
-    "It would NOT be active:",
-    "Whether it would be active cannot be determined here:",
+    (True, "It would be active."),
+    (False, "It would NOT be active:"),
+    (None, "Whether it would be active cannot be determined here:"),
 )
 
 
@@ -28,7 +28,7 @@ class CommandError(Exception):
     """A command cannot continue; the message has the reason."""
 
 
-def say(content: Any, file: TextIO | None = None, indent: int | None = None) -> None:
+def say(content: object, file: TextIO | None = None, indent: int | None = None) -> None:
     """Print a line or a JSON document without secrets, and flush it; to stdout, or into a file.
 
     Args:
@@ -56,7 +56,7 @@ def quote_end(log: Path) -> str:
 class Report:
     """``doctor``'s JSON entries, reasons for not being active, unknowns, and lines of text."""
 
-    entries: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(ENTRIES))
+    entries: Document = field(default_factory=lambda: dict.fromkeys(ENTRIES))
     refusals: list[str] = field(default_factory=list)
     unknowns: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Report:
         """Begin a part of the report."""
         self.lines.append(f"\n== {part}")
 
-    def add(self, label: str, text: str, **entries: Any) -> None:
+    def add(self, label: str, text: str, **entries: object) -> None:
         """Add a line of text, and JSON entries."""
         self.lines.append(f"  {label:<20}  {text}".rstrip())
         self.entries |= entries
@@ -86,10 +86,10 @@ class Report:
 
     def show(self, as_json: bool) -> None:
         """Print the report, as JSON or as text."""
-        status, reasons = self.exit_status, [*self.refusals, *self.unknowns]
+        active, verdict = _VERDICTS[self.exit_status]
+        reasons = self.refusals + self.unknowns
         if as_json:
-            judged = {"active": _ACTIVE[status], "reason": next(iter(reasons), None)}
-            say({**judged, **self.entries, "refusals": self.refusals, "unknowns": self.unknowns})
+            document = {"active": active, "reason": next(iter(reasons), None), **self.entries}
+            say(document | {"refusals": self.refusals, "unknowns": self.unknowns})
             return
-        lines = [*self.lines, f"\n{_VERDICTS[status]}", *(f"  {reason}" for reason in reasons)]
-        say("\n".join(lines))
+        say("\n".join([*self.lines, "\n  ".join([f"\n{verdict}", *reasons])]))

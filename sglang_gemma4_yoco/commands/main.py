@@ -49,28 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True)
     for name, command in {"doctor": doctor, "verify": verify, "status": status}.items():
-        summary = (command.__doc__ or "").partition("\n")[0]
-        one = commands.add_parser(name, help=summary, description=command.__doc__)
-        one.formatter_class = argparse.RawDescriptionHelpFormatter
-        command.add_options(one)
-        one.set_defaults(run=command.run, flags=[], api_key=None)
+        text = command.__doc__ or ""
+        subparser = commands.add_parser(name, help=text.partition("\n")[0], description=text)
+        subparser.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_options(subparser)
+        subparser.set_defaults(run=command.run, flags=[], api_key=None)
     args = parser.parse_args(words)
     learn_secrets([*args.flags, f"--api-key={args.api_key or ''}"])
     exit_on_signals()
     try:
         return int(args.run(args))
-    except (CommandError, OSError) as failure:  # OSError: of a file or a folder
-        say(f"error: {failure}", sys.stderr)
-        return 2
-    except ImportError as missing:
-        said = f"error: {missing}; run this where the server runs"
-        if plugin.is_from_this_package(missing):
-            said = traceback.format_exc()
-        say(said, sys.stderr)
-        return 2
     except KeyboardInterrupt:
         say("interrupted; everything that was started has been stopped", sys.stderr)
         return 130
-    except Exception:  # noqa: BLE001 - Python would print it with whatever it quotes
-        say(traceback.format_exc(), sys.stderr)
+    except Exception as failure:  # noqa: BLE001 - Python would print it with whatever it quotes
+        say(_describe(failure), sys.stderr)
         return 2
+
+
+def _describe(failure: Exception) -> str:
+    """Return one line about an exception that is no defect of this package; else its traceback."""
+    if isinstance(failure, CommandError | OSError):  # OSError: of a file or a folder
+        return f"error: {failure}"
+    if isinstance(failure, ImportError) and not plugin.is_from_this_package(failure):
+        return f"error: {failure}; run this where the server runs"
+    return traceback.format_exc()

@@ -6,9 +6,10 @@ Exit status: 0: active; 1: not active; 2: unknown (no response, or no plugin ent
 import argparse
 import os
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from sglang_gemma4_yoco.commands.console import CommandError, say
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.commands.console import CommandError, Document, say
 from sglang_gemma4_yoco.commands.https import API_KEY, explain_failure, make_session
 from sglang_gemma4_yoco.settings import SWITCH
 
@@ -17,12 +18,9 @@ ENTRY = "gemma4_yoco"
 NO_ENTRY = (
     f"the server has no entry {ENTRY}. Likely reasons: it is switched off ({SWITCH}=0); the "
     "package is not installed in the server's environment (run `sglang-gemma4-yoco doctor` there); "
-    "the plugin failed to load, or this SGLang lacks a method that it wraps (see the lines `Gemma "
-    "4 fast prefill` in the server's log)"
+    "the plugin failed to load, or this SGLang lacks a method that it wraps (see the lines `YOCO "
+    "fast prefill` in the server's log)"
 )
-NO_SCHEDULERS = "the server names no scheduler"
-# Prefixes of the outcomes of cut prefills.
-_CUT = ("active_", "exit_")
 # Verdict -> exit status and last line.
 _VERDICTS = {
     True: (0, "The fast path is active{}"),
@@ -33,15 +31,21 @@ _VERDICTS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``status``."""
-    example = "for example http://localhost:30000"
-    parser.add_argument("url", metavar="URL", type=add_scheme, help=example)
-    of_key = f"the server's API key (default: the variable {API_KEY}, which `ps` does not show)"
-    parser.add_argument("--api-key", metavar="KEY", help=of_key)
-    variables = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
-    of_file = "certificates to trust, in PEM (default: REQUESTS_CA_BUNDLE, SSL_CERT_FILE)"
-    parser.add_argument("--cacert", metavar="FILE", default=variables, help=of_file)
-    parser.add_argument("--insecure", action="store_true", help="trust any certificate")
-    parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
+    add = parser.add_argument
+    add("url", metavar="URL", type=add_scheme, help="for example http://localhost:30000")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help=f"the server's API key (default: the variable {API_KEY}, which `ps` does not show)",
+    )
+    add(
+        "--cacert",
+        metavar="FILE",
+        default=os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE"),
+        help="certificates to trust, in PEM (default: REQUESTS_CA_BUNDLE, SSL_CERT_FILE)",
+    )
+    add("--insecure", action="store_true", help="trust any certificate")
+    add("--json", action="store_true", help="one line of JSON, for a program")
 
 
 def add_scheme(url: str) -> str:
@@ -57,15 +61,15 @@ def run(args: argparse.Namespace) -> int:
     active, reason = verdict(states)
     status, line = _VERDICTS[active]
     if args.json:
-        of_server = {"sglang": sglang, "url": args.url, "schedulers": states}
-        say({"active": active, "reason": reason, **of_server})
+        document = {"active": active, "reason": reason, "sglang": sglang, "url": args.url}
+        say(document | {"schedulers": states})
     else:
         say(states, indent=1)  # null for a scheduler without an entry
-        say(line.format(reason or _describe_counts(states)))
+        say(line.format(reason or _describe_counts(filter(None, states))))
     return status
 
 
-def verdict(states: list[dict[str, Any] | None]) -> tuple[bool | None, str | None]:
+def verdict(states: Sequence[Document | None]) -> tuple[bool | None, str | None]:
     """Return True if the path is active on every scheduler; else False or None, and the reason.
 
     False if a scheduler reports that it is not active; None if some of them report nothing.
@@ -73,14 +77,12 @@ def verdict(states: list[dict[str, Any] | None]) -> tuple[bool | None, str | Non
     for state in filter(None, states):
         if not state.get("active"):
             return False, str(state.get("reason"))
-    if not states:
-        return None, NO_SCHEDULERS
-    if not all(states):
+    if not states or not all(states):
         return None, NO_ENTRY
     return True, None
 
 
-def _describe_counts(states: list[Any]) -> str:
+def _describe_counts(states: Iterable[Document]) -> str:
     """Return how much all schedulers of an active server have cut, as the end of a sentence."""
     prefills, rows = Counter[str](), Counter[str]()
     for state in states:
@@ -89,7 +91,7 @@ def _describe_counts(states: list[Any]) -> str:
     total = prefills.total()
     if not total:
         return ": no prefill yet."
-    cut = sum(prefills[outcome] for outcome in prefills if outcome.startswith(_CUT))
+    cut = sum(prefills[outcome] for outcome in counters.CUT)
     if not cut:
         [(most, _)] = prefills.most_common(1)
         return f", but none of {total} prefills was cut: most are {most} (docs/slower.md)."
@@ -97,7 +99,7 @@ def _describe_counts(states: list[Any]) -> str:
     return f": {cut / total:.1%} of prefills cut, {skipped:.1%} of rows skipped."
 
 
-def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | None]]:
+def schedulers(args: argparse.Namespace) -> tuple[str, list[Document | None]]:
     """Return a server's SGLang version, and each scheduler's entry; raise CommandError on failure.
 
     The entry is None for a scheduler without one.
