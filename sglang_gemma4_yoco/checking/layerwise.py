@@ -13,6 +13,7 @@ A captured tail is compared as a whole with an eager run of its layers on the sa
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,9 @@ from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.checking.rounding import Difference, Tolerance
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
+from sglang_gemma4_yoco.compat.text_model import Method, ModelOutput, TextLayer
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.eager_tail import EagerTail
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
@@ -79,11 +82,11 @@ class Stock:
     kept: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     positions: Any = None
-    embeds: Any = None
+    embeds: torch.Tensor | None = None
     embedded: torch.Tensor | None = None
     keys: KeysAndValues = ()
 
-    def of_rows(self, chosen: Any) -> Stock:
+    def of_rows(self, chosen: array[int]) -> Stock:
         """Return a copy for some of the kept rows, by their indices among them, [n]."""
         places = torch.as_tensor(chosen, device=self.index.device)
         kept = {step: rows[places] for step, rows in self.kept.items()}
@@ -111,7 +114,12 @@ def _call_after_steps(state: ModelState, on_step: _OnStep) -> Iterator[None]:
     """Call ``on_step`` with the result of each step of the tail in the ``with`` block."""
 
     def attend(
-        number: int, attention: Any, stock: Any, q: torch.Tensor, *args: Any, **kwargs: Any
+        number: int,
+        attention: Any,
+        stock: Method,
+        q: torch.Tensor,
+        *args: object,
+        **kwargs: object,
     ) -> torch.Tensor:
         heads = len(q), attention.tp_q_head_num, -1
         on_step(_QUERIES, number, q.view(heads))
@@ -122,12 +130,12 @@ def _call_after_steps(state: ModelState, on_step: _OnStep) -> Iterator[None]:
         on_step(_MEAN, number, mean.view(heads))
         return output
 
-    def run_layer(number: int, _: Any, stock: Any, **call: Any) -> Any:
+    def run_layer(number: int, _: object, stock: Method, **call: Any) -> torch.Tensor:
         if number == state.cut_layer:
             on_step(_OUTPUT, number - 1, state.adapter.view_rows(call["hidden_states"]))
         if call.get("per_layer_input") is not None:
             on_step(_INPUT, number, call["per_layer_input"])
-        output = stock(**call)
+        output: torch.Tensor = stock(**call)
         on_step(_OUTPUT, number, state.adapter.view_rows(output))
         return output
 
@@ -152,7 +160,7 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
     def keep(step: str, layer: int, rows: torch.Tensor) -> None:
         stock.kept[step, layer] = rows.index_select(0, stock.index)
 
-    def projecting(embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
+    def projecting(embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> object:
         # Copied now: on a GPU layer 0 overwrites the embeddings.
         stock.embeds, stock.embedded = embeds.clone(), embedded
         projected = project(embeds, embedded)
@@ -160,11 +168,11 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
             keep(_INPUTS, state.cut_layer, projected[:, : state.cut_layer])
         return projected
 
-    def keep_all(number: int, _: Any, __: Any, call: dict[str, Any]) -> None:
+    def keep_all(number: int, _: object, __: object, call: dict[str, Any]) -> None:
         stock.layer_inputs[number] = state.adapter.view_rows(call["hidden_states"]).clone()
         stock.positions = call["positions"].clone()
 
-    def keep_final(_: Any, __: Any, output: Any) -> None:
+    def keep_final(_: object, __: object, output: ModelOutput) -> None:
         keep(_FINAL, len(model.layers) - 1, compat.layers.get_rows(output))
 
     with (
@@ -222,7 +230,7 @@ class _StepComparer:
     state: ModelState
     stock: Stock
     cached: CachedTokens
-    layers: list[Any]
+    layers: list[TextLayer]
     missing: set[tuple[str, int]]
     found: list[Difference] = field(default_factory=list)
 
@@ -281,7 +289,7 @@ class _StepComparer:
 
 
 def _compare_captured(
-    replay: Replay, batch: Any, steps: _StepComparer, rows: torch.Tensor
+    replay: Replay, batch: ForwardBatch, steps: _StepComparer, rows: torch.Tensor
 ) -> Difference:
     """Compare a captured tail with an eager run of its layers on stock's rows, with padding."""
     stock = steps.stock
@@ -327,7 +335,7 @@ def compare_keys_and_values(
 ) -> list[Difference]:
     """Compare K and V of a layer in the pool, each [rows, kv_heads, head_dim]."""
     differences = []
-    for what, one, other in zip(("keys", "values"), expected, found, strict=True):
+    for what, right, written in zip(("keys", "values"), expected, found, strict=True):
         place = f"{what} of layer {layer} in the pool"
-        differences.append(rounding.compare_rows(place, one, other, _PROJECTED))
+        differences.append(rounding.compare_rows(place, right, written, _PROJECTED))
     return differences

@@ -10,7 +10,6 @@ with stock cover (``checking.self_check``).
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from sglang_gemma4_yoco.checking.synthetic_requests import (
     Request,
     make_synthetic_requests,
 )
+from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.core import ranks
 
 # For the last layer's normed rows, as if its last products used another kernel.
@@ -31,7 +31,7 @@ TAIL, _TOLERANCE = "the captured tail", Tolerance(2.0)
 DIFFERS = "no graph agrees with the eager layers"
 
 
-def check_graphs(captured: TailGraphs, runner: Any) -> str | None:
+def check_graphs(captured: TailGraphs, runner: ModelRunner) -> str | None:
     """Compare every graph with the eager layers, and drop those that differ, on all ranks.
 
     Returns:
@@ -57,7 +57,7 @@ def check_graphs(captured: TailGraphs, runner: Any) -> str | None:
     return None
 
 
-def compare_graph(captured: TailGraphs, runner: Any, size: int) -> list[Difference]:
+def compare_graph(captured: TailGraphs, runner: ModelRunner, size: int) -> list[Difference]:
     """Compare the graph for ``size`` rows with the eager layers, with the most padding and none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((smaller for smaller in captured.sizes if smaller < size), default=0) + 1

@@ -6,11 +6,11 @@ on ``[T] * (S - 1) + [B] * (L - S + 1)`` rows. For E2B (S = 15, L = 35) and a pr
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.text_model import ModelOutput
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.plan import Plan
@@ -21,8 +21,8 @@ OTHER_ROWS = "the model's rows are not those of the batch"
 
 
 def run_prefill(
-    state: ModelState, plan: Plan, positions: torch.Tensor, stock: Callable[[], Any]
-) -> Any:
+    state: ModelState, plan: Plan, positions: torch.Tensor, stock: Callable[[], ModelOutput]
+) -> ModelOutput:
     """Run one forward that is cut.
 
     Args:

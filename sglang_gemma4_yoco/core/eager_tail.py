@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ class EagerTail:
     state: ModelState
     backends: BackendPair
     kept_batch: KeptBatch
-    metadata: Any
+    metadata: object
     buffers: Buffers | None = None
 
     @classmethod

@@ -7,16 +7,17 @@ Rows and layers are independent, so the results are the same.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.patched import patched
 
 
-def can_be_split(model: Any) -> bool:
+def can_be_split(model: TextModel) -> bool:
     """Return True if this model projects all of its per-layer inputs with plain weights."""
     projection = getattr(model, "per_layer_model_projection", None)
     if projection is None or not compat.layers.is_plain_linear(projection):
@@ -27,7 +28,7 @@ def can_be_split(model: Any) -> bool:
 
 
 def project_layers(
-    model: Any, embeds: torch.Tensor, embedded: torch.Tensor | None, start: int, stop: int
+    model: TextModel, embeds: torch.Tensor, embedded: torch.Tensor | None, start: int, stop: int
 ) -> torch.Tensor:
     """Return the per-layer inputs of layers [start, stop), computed by the stock function.
 
@@ -75,13 +76,13 @@ class PerLayerInputs:
         split: ``can_be_split(model)``.
     """
 
-    model: Any
+    model: TextModel
     cut: int
     index: torch.Tensor
     buffers: Buffers | None
     split: bool
     _projected: torch.Tensor | None = None
-    _embeds: Any = None
+    _embeds: torch.Tensor | None = None
     _embedded: torch.Tensor | None = None
 
     def project(
@@ -123,7 +124,7 @@ class PerLayerInputs:
 
     def get_kept(self) -> torch.Tensor | None:
         """Return the tail's per-layer inputs, [B, L - cut, width], or None."""
-        if self.split:
+        if self.split and self._embeds is not None:
             stop = self.model.config.num_hidden_layers
             return project_layers(self.model, self._embeds, self._embedded, self.cut, stop)
         if self._projected is None:

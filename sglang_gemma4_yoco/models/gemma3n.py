@@ -5,19 +5,26 @@ all streams, reads one, and corrects all with its update. So K and V of the dono
 prediction for all rows; the rest of the layer is needed for kept rows only.
 """
 
+from __future__ import annotations
+
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.names import TextModelNames
+from sglang_gemma4_yoco.compat.text_model import Method, RadixAttention, TextModel
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
+
+if TYPE_CHECKING:
+    from sglang.srt.models.gemma3n_causal import Gemma3nDecoderLayer, Gemma3nTextModel
 
 #: The weight of the keys' norm, as in Gemma 4.
 get_key_scale = gemma4.get_key_scale
@@ -46,13 +53,13 @@ MODEL_TYPES: tuple[str, ...] = ("gemma3n_text",)
 ATTENTION_BACKENDS = compat.backends.make_table(compat.backends.GEMMA3N)
 
 
-def find_unsupported_reason(model: Any) -> ServerRefusal | None:
+def find_unsupported_reason(model: TextModel) -> ServerRefusal | None:
     """Return why this ``Gemma3nTextModel`` cannot be cut, or None."""
     layer, attention = _causal.Gemma3nDecoderLayer, _causal.Gemma3nAttention
     return gemma4.find_donor_reason(model, layer, attention)
 
 
-def get_row_shape(model: Any) -> tuple[int, ...]:
+def get_row_shape(model: Gemma3nTextModel) -> tuple[int, ...]:
     """Return ``(streams, hidden)``."""
     return model.config.altup_num_inputs, model.config.hidden_size
 
@@ -64,16 +71,17 @@ def view_rows(residual: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def stop_before_cut(
-    model: Any, cut: int, project: Callable[..., Any]
+    model: Gemma3nTextModel, cut: int, project: Method
 ) -> Iterator[list[torch.Tensor]]:
     """End the model's loop before layer ``cut``, with a single row, which is cheap to merge.
 
     Instead of the norm of that row the model returns the first stream of all rows.
     """
-    *layers, last = list(model.layers)[:cut]
+    layers: list[Any] = list(model.layers)[:cut]
+    last = layers.pop()
     residuals, at_cut = list[torch.Tensor](), list[torch.Tensor]()
 
-    def run_last(**call: Any) -> torch.Tensor:
+    def run_last(**call: object) -> torch.Tensor:
         residual: torch.Tensor = last(**call)
         residuals.append(residual)
         return residual[:, :1]
@@ -92,7 +100,7 @@ def stop_before_cut(
 
 
 def compute_keys_and_values(
-    layer: Any, rows: torch.Tensor, positions: torch.Tensor
+    layer: Gemma3nDecoderLayer, rows: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V of every row [T, streams, hidden], each [T, kv_heads, head_dim]."""
     predicted = layer.altup.predict(rows.transpose(0, 1))
@@ -101,9 +109,9 @@ def compute_keys_and_values(
 
 
 def run_tail(
-    model: Any,
-    layers: list[Any],
-    batch: Any,
+    model: TextModel,
+    layers: Sequence[Gemma3nDecoderLayer],
+    batch: ForwardBatch,
     rows: torch.Tensor,
     positions: torch.Tensor,
     inputs: torch.Tensor | None,
@@ -114,9 +122,10 @@ def run_tail(
     """
     residual = rows.transpose(0, 1).contiguous()
 
-    def run_first(**call: Any) -> Any:
+    def run_first(**call: object) -> torch.Tensor:
         call["hidden_states"] = residual
-        return layers[0](**call)
+        updated: torch.Tensor = layers[0](**call)
+        return updated
 
     embeds = rows.new_ones(len(rows), model.config.hidden_size)
     stock = inspect.unwrap(type(model).forward)
@@ -131,11 +140,12 @@ def run_tail(
     return merged
 
 
-def _flatten_heads(attention: Any) -> AbstractContextManager[None]:
+def _flatten_heads(attention: RadixAttention) -> AbstractContextManager[None]:
     """Flatten the attention's output to [B, heads * head_dim], which the stock layer projects."""
-    attend = attention.forward
+    attend: Method = attention.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return attend(*args, **kwargs).flatten(1)
+    def forward(*args: object, **kwargs: object) -> torch.Tensor:
+        attended: torch.Tensor = attend(*args, **kwargs)
+        return attended.flatten(1)
 
     return patched(attention, forward=forward)

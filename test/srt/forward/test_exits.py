@@ -376,9 +376,7 @@ def test_graphs_that_are_captured_again(engine: Engine) -> None:
     must be a number.
     """
     runner, prefills = engine.runner, engine.runner.prefill_cuda_graph_runner
-    outputs = [
-        output for _, output in compat.captured_prefills.list_graphs(prefills.backend).values()
-    ]
+    outputs = [output for _, output in compat.captured_prefills.list_graphs(prefills).values()]
     for output in outputs:
         output.fill_(torch.nan)
     new = SimpleNamespace(can_run_graph=None, execute=None, backend=copy.copy(prefills.backend))

@@ -39,7 +39,8 @@ class Planning(TritonAttnBackend):
 
 
 def batch(mode: ForwardMode, *, fails: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(forward_mode=mode, fails=fails, batch_size=3)
+    lengths = torch.zeros(3)
+    return SimpleNamespace(forward_mode=mode, fails=fails, batch_size=3, seq_lens=lengths)
 
 
 @pytest.mark.parametrize(
