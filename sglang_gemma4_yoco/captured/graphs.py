@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.batch import ABSENT, ForwardBatch
 from sglang_gemma4_yoco.compat.decode_graphs import DecodeInputBuffers
 from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.core import per_layer
@@ -40,12 +41,12 @@ class Inputs:
         embedded: [n, L - S + 1, width], their per-layer embeddings, or None.
     """
 
-    rows: torch.Tensor
-    positions: torch.Tensor
-    requests: torch.Tensor
-    lengths: torch.Tensor
-    embeds: torch.Tensor | None
-    embedded: torch.Tensor | None
+    rows: Tensor
+    positions: Tensor
+    requests: Tensor
+    lengths: Tensor
+    embeds: Tensor | None
+    embedded: Tensor | None
 
     @classmethod
     @torch.inference_mode(False)  # they are written in forwards of any mode
@@ -55,7 +56,7 @@ class Inputs:
         """Return inputs for up to ``rows`` rows, typed like SGLang's static inputs ``like``."""
         model = state.model
 
-        def zeros(*shape: int, dtype: torch.dtype = runner.dtype) -> torch.Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = runner.dtype) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=runner.device)
 
         hidden, embeds, embedded = model.config.hidden_size, None, None
@@ -72,7 +73,7 @@ class Inputs:
             embedded=embedded,
         )
 
-    def change(self, each: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+    def change(self, each: Callable[[Tensor], Tensor]) -> Inputs:
         """Return these inputs with ``each`` applied to every tensor."""
         return replace(self, **{name: each(t) for name, t in vars(self).items() if t is not None})
 
@@ -84,7 +85,7 @@ class Inputs:
         """Return a decode step of these rows, one per request, without attention metadata."""
         return compat.batch.make_decode_step(self.requests, self.lengths, self.positions)
 
-    def fill(self, **tensors: torch.Tensor | None) -> None:
+    def fill(self, **tensors: Tensor | None) -> None:
         """Copy these tensors into the inputs of the same names; inputs that are None are skipped.
 
         Per-layer embeddings are those of all layers, [n, L, width].
@@ -99,7 +100,7 @@ class Inputs:
             own.copy_(tensor)
 
 
-def run_layers(state: ModelState, inputs: Inputs, batch: ForwardBatch) -> torch.Tensor:
+def run_layers(state: ModelState, inputs: Inputs, batch: ForwardBatch) -> Tensor:
     """Run layers S-1 to L-1 and the model's norm: [rows, hidden]."""
     model, projected = state.model, None
     if inputs.embeds is not None:
@@ -124,7 +125,7 @@ class Replay:
 
     bucket: Bucket
     inputs: Inputs
-    index: torch.Tensor
+    index: Tensor
 
     @property
     def buffers(self) -> per_layer.Buffers | None:
@@ -133,7 +134,7 @@ class Replay:
             return None
         return per_layer.Buffers(self.inputs.embeds, self.inputs.embedded)
 
-    def run(self, rows: torch.Tensor, positions: torch.Tensor, _: object) -> torch.Tensor:
+    def run(self, rows: Tensor, positions: Tensor, _: object) -> Tensor:
         """Return the kept rows [B, hidden], normed, which the next replay overwrites.
 
         Args:
@@ -164,7 +165,7 @@ class Bucket:
         self._init_metadata()
         self._graphs.captured.capture_one(self.size, self._run)
 
-    def fill(self, live: ForwardBatch, index: torch.Tensor) -> Replay:
+    def fill(self, live: ForwardBatch, index: Tensor) -> Replay:
         """Fill the inputs that a batch has before its forward, and return a replay.
 
         Args:
@@ -181,12 +182,12 @@ class Bucket:
             self._init_metadata(live)
         finally:
             # A replay reads the backend's buffers, and no metadata object.
-            self._graphs.backend.forward_metadata = compat.batch.ABSENT
+            self._graphs.backend.forward_metadata = ABSENT
         return Replay(self, inputs, index)
 
-    def replay(self) -> torch.Tensor:
+    def replay(self) -> Tensor:
         """Replay the graph; return [size, hidden], which the next replay overwrites."""
-        output: torch.Tensor = self._graphs.captured.replay(self.size, None)
+        output: Tensor = self._graphs.captured.replay(self.size, None)
         return output
 
     def _init_metadata(self, live: ForwardBatch | None = None) -> None:
@@ -197,7 +198,7 @@ class Bucket:
                 self._batch.kv_loc_plan = live.kv_loc_plan
             backend.init_forward_metadata_out_graph(self._batch, in_capture=live is None)
 
-    def _run(self) -> torch.Tensor:
+    def _run(self) -> Tensor:
         with compat.attention.use_backend(self._graphs.backend):
             return run_layers(self.state, self.inputs, self._batch)
 
@@ -250,7 +251,7 @@ class TailGraphs:
             compat.decode_graphs.end_failed_capture(self._inputs.rows.device, self.captured)
             raise
         finally:
-            self.backend.forward_metadata = compat.batch.ABSENT
+            self.backend.forward_metadata = ABSENT
 
     def close(self) -> None:
         """Free all graphs, and the backend's buffers for them."""

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import Replay
@@ -61,7 +62,7 @@ _TOLERANCES = {
 }
 
 #: Called with a step, its layer and its result, [rows, ...], which may be overwritten.
-_OnStep = Callable[[str, int, torch.Tensor], None]
+_OnStep = Callable[[str, int, Tensor], None]
 
 
 @dataclass
@@ -78,12 +79,12 @@ class Stock:
         keys: K and V of layer S-1 in the pool, each [T, kv_heads, head_dim].
     """
 
-    index: torch.Tensor
-    kept: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    index: Tensor
+    kept: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    layer_inputs: dict[int, Tensor] = field(default_factory=dict)
     positions: Any = None
-    embeds: torch.Tensor | None = None
-    embedded: torch.Tensor | None = None
+    embeds: Tensor | None = None
+    embedded: Tensor | None = None
     keys: KeysAndValues = ()
 
     def of_rows(self, chosen: array[int]) -> Stock:
@@ -117,25 +118,25 @@ def _call_after_steps(state: ModelState, on_step: _OnStep) -> Iterator[None]:
         number: int,
         attention: Any,
         stock: Method,
-        q: torch.Tensor,
+        q: Tensor,
         *args: object,
         **kwargs: object,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         heads = len(q), attention.tp_q_head_num, -1
         on_step(_QUERIES, number, q.view(heads))
-        output: torch.Tensor = stock(q, *args, **kwargs)
+        output: Tensor = stock(q, *args, **kwargs)
         on_step(_ATTENTION, number, output.view(heads))
         kwargs["save_kv_cache"] = False  # K and V are written already
         mean = stock(torch.zeros_like(q), *args, **kwargs)
         on_step(_MEAN, number, mean.view(heads))
         return output
 
-    def run_layer(number: int, _: object, stock: Method, **call: Any) -> torch.Tensor:
+    def run_layer(number: int, _: object, stock: Method, **call: Any) -> Tensor:
         if number == state.cut_layer:
             on_step(_OUTPUT, number - 1, state.adapter.view_rows(call["hidden_states"]))
         if call.get("per_layer_input") is not None:
             on_step(_INPUT, number, call["per_layer_input"])
-        output: torch.Tensor = stock(**call)
+        output: Tensor = stock(**call)
         on_step(_OUTPUT, number, state.adapter.view_rows(output))
         return output
 
@@ -157,10 +158,10 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
     model = state.model
     project: Any = getattr(model, "project_per_layer_inputs", None)
 
-    def keep(step: str, layer: int, rows: torch.Tensor) -> None:
+    def keep(step: str, layer: int, rows: Tensor) -> None:
         stock.kept[step, layer] = rows.index_select(0, stock.index)
 
-    def projecting(embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> object:
+    def projecting(embeds: Tensor, embedded: Tensor | None = None) -> object:
         # Copied now: on a GPU layer 0 overwrites the embeddings.
         stock.embeds, stock.embedded = embeds.clone(), embedded
         projected = project(embeds, embedded)
@@ -187,7 +188,7 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
 
 def run_on_stocks_rows(
     state: ModelState, plan: Plan, stock: Stock
-) -> tuple[torch.Tensor, list[Difference]]:
+) -> tuple[Tensor, list[Difference]]:
     """Run the cut on stock's rows at the cut, and compare each step.
 
     Afterwards stock's K and V of layer S-1 are in the pool.
@@ -251,7 +252,7 @@ class _StepComparer:
         self.found += compare_keys_and_values(self.state.cut_layer, expected, self.cached.read())
         self.cached.write(expected)
 
-    def compare_and_replace(self, step: str, layer: int, found: torch.Tensor) -> None:
+    def compare_and_replace(self, step: str, layer: int, found: Tensor) -> None:
         """Compare ``found``, the result of a step, and overwrite it with stock's."""
         if (step, layer) == (_OUTPUT, self.state.cut_layer - 1):  # the tail begins
             self.compare_keys_and_values()
@@ -260,9 +261,7 @@ class _StepComparer:
         self.missing.discard((step, layer))
         found.copy_(expected)
 
-    def _compare(
-        self, step: str, layer: int, expected: torch.Tensor, found: torch.Tensor
-    ) -> Difference:
+    def _compare(self, step: str, layer: int, expected: Tensor, found: Tensor) -> Difference:
         of_scores, given = 0.0, None
         if step == _ATTENTION:
             of_scores = self._of_scores(layer)
@@ -289,7 +288,7 @@ class _StepComparer:
 
 
 def _compare_captured(
-    replay: Replay, batch: ForwardBatch, steps: _StepComparer, rows: torch.Tensor
+    replay: Replay, batch: ForwardBatch, steps: _StepComparer, rows: Tensor
 ) -> Difference:
     """Compare a captured tail with an eager run of its layers on stock's rows, with padding."""
     stock = steps.stock

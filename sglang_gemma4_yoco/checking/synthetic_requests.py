@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.batch import ABSENT, ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.compat.pools import KeysAndValues
 from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.core.state import ModelState
@@ -39,15 +40,15 @@ class Request:
 
     row: int  # its index into ``req_to_token``
     cached: int  # tokens before the new ones
-    ids: torch.Tensor  # [new] int64
-    slots: torch.Tensor  # [cached + new] int64, in the full pool
-    window_slots: torch.Tensor  # the same tokens', in the window's pool
+    ids: Tensor  # [new] int64
+    slots: Tensor  # [cached + new] int64, in the full pool
+    window_slots: Tensor  # the same tokens', in the window's pool
 
 
 class ForwardResult(NamedTuple):
     """The result of one forward."""
 
-    logits: torch.Tensor  # [requests, vocabulary]
+    logits: Tensor  # [requests, vocabulary]
     #: K and V of the new tokens, each [T, kv_heads, head_dim], by layer from 0 to S-1.
     caches: dict[int, KeysAndValues]
     outcome: Outcome | None  # None if it was not counted
@@ -100,10 +101,10 @@ class SyntheticRequests:
         """Return True if a slot was written that holds no new token of these requests."""
         return not all(map(torch.equal, self._before, self._others()))
 
-    def _others(self) -> list[torch.Tensor]:
+    def _others(self) -> list[Tensor]:
         """Return copies of the restored slots, with zeros for new tokens and slot 0 (padding)."""
         end = _find_end(self.requests)
-        others = list[torch.Tensor]()
+        others = list[Tensor]()
         for cached in self._caches.values():
             own = torch.cat([cached.slots.new_zeros(1), cached.slots])
             for cache in (cached.keys, cached.values):
@@ -245,9 +246,9 @@ def make_prefill_batch(
     The start of a request without input logprobs is its length.
     """
     size, fields = len(requests), _list_rows(requests)
-    nothing = [compat.batch.ABSENT] * size
-    batch = compat.batch.ForwardBatch(
-        forward_mode=compat.batch.ForwardMode.EXTEND,
+    nothing = [ABSENT] * size
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
         batch_size=size,
         return_logprob=starts is not None,
         mm_inputs=nothing,
@@ -270,7 +271,7 @@ def make_prefill_batch(
     return batch
 
 
-def _list_new_slots(requests: Sequence[Request]) -> torch.Tensor:
+def _list_new_slots(requests: Sequence[Request]) -> Tensor:
     """Return the slots of the new tokens in the full pool, [T]."""
     return torch.cat([r.slots[r.cached :] for r in requests])
 

@@ -12,6 +12,7 @@ with stock cover (``checking.self_check``).
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured import graphs
@@ -71,7 +72,7 @@ def compare_graph(captured: TailGraphs, runner: ModelRunner, size: int) -> list[
     return found
 
 
-def compare_eager(replay: Replay, found: torch.Tensor, **others: torch.Tensor | None) -> Difference:
+def compare_eager(replay: Replay, found: Tensor, **others: Tensor | None) -> Difference:
     """Compare a replay's result [B, hidden] with an eager run of the same layers.
 
     Args:
@@ -81,7 +82,7 @@ def compare_eager(replay: Replay, found: torch.Tensor, **others: torch.Tensor | 
 
 
 @torch.no_grad()
-def run_eagerly(replay: Replay, **others: torch.Tensor | None) -> torch.Tensor:
+def run_eagerly(replay: Replay, **others: Tensor | None) -> Tensor:
     """Run the captured layers eagerly, padding included: [B, hidden], normed."""
     bucket, kept = replay.bucket, replay.index.shape[0]
     inputs = bucket.inputs.change(torch.clone)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 from sglang.srt.model_executor.runner.shape_key import ShapeKey as ShapeKey
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph import (  # noqa: E501
@@ -19,6 +18,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
     _weak_ref_if_tensor,
 )
 from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from sglang_gemma4_yoco.compat import layers, server
@@ -47,9 +47,9 @@ class ExitPoint(NamedTuple):
     """
 
     segments: int  # number of the graph's segments before it
-    rows: torch.Tensor  # [bucket, hidden], the residual at the input of layer S-1
-    keys: torch.Tensor  # [bucket, kv_heads, head_dim], that layer's
-    values: torch.Tensor
+    rows: Tensor  # [bucket, hidden], the residual at the input of layer S-1
+    keys: Tensor  # [bucket, kv_heads, head_dim], that layer's
+    values: Tensor
 
 
 def are_requested() -> bool:
@@ -74,10 +74,10 @@ def capture_with_exits(
 
     @functools.wraps(stock)  # SGLang reads its parameters
     def from_ids(
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         forward_batch: ForwardBatch,
-        input_embeds: torch.Tensor | None = None,
+        input_embeds: Tensor | None = None,
         **kwargs: object,
     ) -> ModelOutput:
         if input_ids is not None:  # embeddings are then ignored
@@ -85,16 +85,16 @@ def capture_with_exits(
         return stock(None, positions, forward_batch, input_embeds, **kwargs)
 
     def noting(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         forward_batch: ForwardBatch,
         *args: object,
         **kwargs: object,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         heads = (-1, attention.tp_k_head_num, attention.head_dim)
         _note_exit_point(layers.get_residual(forward_batch), k.view(heads), v.view(heads))
-        attended: torch.Tensor = attend(q, k, v, forward_batch, *args, **kwargs)
+        attended: Tensor = attend(q, k, v, forward_batch, *args, **kwargs)
         return attended
 
     with (
@@ -106,7 +106,7 @@ def capture_with_exits(
         yield
 
 
-def _note_exit_point(*tensors: torch.Tensor) -> None:
+def _note_exit_point(*tensors: Tensor) -> None:
     """Record the next break as the exit point of the graph that is being captured, if any."""
     capture = _current_capture_var.get()
     if capture is None:  # a warm-up, or a decode step
@@ -117,8 +117,8 @@ def _note_exit_point(*tensors: torch.Tensor) -> None:
 
 
 def embed_text(
-    model: TextModel, config: PretrainedConfig, ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    model: TextModel, config: PretrainedConfig, ids: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Embed text like SGLang's multimodal model in eager mode; can be captured.
 
     Placeholder ids of media, such as a literal ``<image>`` in a text, get the padding's per-layer
@@ -151,7 +151,7 @@ def replay_to_exit(graph: PrefillGraph) -> ExitPoint:
 
 def list_graphs(
     prefills: PrefillCudaGraphRunner,
-) -> dict[ShapeKey, tuple[PrefillGraph, torch.Tensor]]:
+) -> dict[ShapeKey, tuple[PrefillGraph, Tensor]]:
     """Return each bucket's graph and output [bucket, hidden], overwritten by the next replay."""
     backend: Any = prefills.backend  # a breakable one
     return {bucket: (graph, backend._outputs[bucket]) for bucket, graph in backend._graphs.items()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
 from sglang.srt.mem_cache.memory_pool import KVCache as KVCache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool as MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SWAKVPool
+from torch import Tensor
 
 from sglang_gemma4_yoco.compat.attention import (
     AttentionBackend,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 #: K and V of some tokens, each [tokens, kv_heads, head_dim].
-KeysAndValues = tuple[torch.Tensor, ...]
+KeysAndValues = tuple[Tensor, ...]
 
 
 def is_in_window_pool(pool: KVCache, layer: int) -> TypeGuard[SWAKVPool]:
@@ -58,8 +58,8 @@ def write_keys_and_values(
     tail: TritonAttnBackend,
     attention: RadixAttention,
     forward_batch: ForwardBatch,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> None:
     """Write K and V of all rows of a batch to a layer's pool.
 
@@ -96,15 +96,15 @@ class CachedTokens:
         keys, values: of the whole pool, each [slots, kv_heads, head_dim].
     """
 
-    slots: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    slots: Tensor
+    keys: Tensor
+    values: Tensor
 
     def read(self) -> KeysAndValues:
         """Return copies of their K and V, each [tokens, kv_heads, head_dim]."""
         return self.keys[self.slots], self.values[self.slots]
 
-    def write(self, both: tuple[torch.Tensor | float, ...]) -> None:
+    def write(self, both: tuple[Tensor | float, ...]) -> None:
         """Overwrite their K and V.
 
         Args:
@@ -114,7 +114,7 @@ class CachedTokens:
 
 
 def get_cached_tokens(
-    owner: ModelRunner | TritonAttnBackend, layer: int, slots: torch.Tensor
+    owner: ModelRunner | TritonAttnBackend, layer: int, slots: Tensor
 ) -> CachedTokens:
     """Return K and V of a layer, by its number in the model, at these slots of the full pool.
 

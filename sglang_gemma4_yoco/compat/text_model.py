@@ -1,16 +1,15 @@
 """SGLang's text models, their layers and methods: what the package reads of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from sglang.srt.layers.radix_attention import RadixAttention as RadixAttention
-from torch import nn
+from torch import Tensor, nn
 
 #: A method of SGLang, which may have other parameters in another release.
 Method = Callable[..., Any]
 #: The output of a text model: [T, hidden], or a tuple that begins with it.
-ModelOutput = torch.Tensor | tuple[torch.Tensor, *tuple[object, ...]]
+ModelOutput = Tensor | tuple[Tensor, *tuple[object, ...]]
 
 
 class TextConfig(Protocol):
@@ -33,7 +32,7 @@ class TextLayer(Protocol):
 
     self_attn: TextAttention
     forward: Method
-    modules: Callable[[], Iterator[nn.Module]]
+    modules: Method
     register_forward_pre_hook: Method
 
 
@@ -57,5 +56,5 @@ class TextModel(Protocol):
     hidden_size_per_layer_input: int
 
     # Read if prefills of the model may leave SGLang's graphs.
-    embed_tokens: Callable[..., torch.Tensor]
-    get_per_layer_inputs: Callable[..., torch.Tensor | None]
+    embed_tokens: Method
+    get_per_layer_inputs: Method

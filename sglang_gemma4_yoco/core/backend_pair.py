@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.compat.attention import AttentionBackend
-from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.batch import ABSENT, ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.core.kept_batch import rewrite_batch
@@ -50,7 +50,7 @@ class BackendPair:
 
         def init_forward_metadata(forward_batch: ForwardBatch) -> None:
             stock(forward_batch)
-            if forward_batch.forward_mode is not compat.batch.ForwardMode.DECODE:
+            if forward_batch.forward_mode is not ForwardMode.DECODE:
                 plan_batch(forward_batch)
 
         return patched(self.main_backend, init_forward_metadata=init_forward_metadata)
@@ -69,7 +69,7 @@ class BackendPair:
                 compat.attention.init_tail_metadata(backend, forward_batch)
             return getattr(backend, "forward_metadata", None)
         finally:
-            backend.forward_metadata = compat.batch.ABSENT
+            backend.forward_metadata = ABSENT
 
     @contextmanager
     def running_tail(

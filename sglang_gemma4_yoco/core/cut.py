@@ -7,7 +7,7 @@ on ``[T] * (S - 1) + [B] * (L - S + 1)`` rows. For E2B (S = 15, L = 35) and a pr
 
 from collections.abc import Callable
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.compat.text_model import ModelOutput
@@ -21,7 +21,7 @@ OTHER_ROWS = "the model's rows are not those of the batch"
 
 
 def run_prefill(
-    state: ModelState, plan: Plan, positions: torch.Tensor, stock: Callable[[], ModelOutput]
+    state: ModelState, plan: Plan, positions: Tensor, stock: Callable[[], ModelOutput]
 ) -> ModelOutput:
     """Run one forward that is cut.
 
@@ -65,9 +65,9 @@ def make_inputs(state: ModelState, plan: Plan) -> PerLayerInputs:
 def finish_prefill(
     state: ModelState,
     plan: Plan,
-    output: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
+    output: Tensor,
+    rows: Tensor,
+    positions: Tensor,
     inputs: PerLayerInputs,
 ) -> None:
     """Write K and V of the donor, and run the tail.
@@ -91,7 +91,7 @@ def finish_prefill(
 
 
 def write_donor_keys_and_values(
-    state: ModelState, plan: Plan, rows: torch.Tensor, positions: torch.Tensor
+    state: ModelState, plan: Plan, rows: Tensor, positions: Tensor
 ) -> None:
     """Write K and V of layer S-1 for all rows, from its input [T, ...]."""
     donor, backends = state.tail_layers[0], plan.backends

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco.core.backend_pair import BackendPair
 from sglang_gemma4_yoco.core.kept_batch import KeptBatch
@@ -31,10 +31,10 @@ class EagerTail:
 
     def run(
         self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        get_inputs: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor:
+        rows: Tensor,
+        positions: Tensor,
+        get_inputs: Callable[[], Tensor | None],
+    ) -> Tensor:
         """Return the kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
         state, batch, index = self.state, self.kept_batch.batch, self.kept_batch.index
         kept, kept_positions = rows.index_select(0, index), positions.index_select(0, index)

@@ -7,7 +7,7 @@ decision depends only on host fields, which are the same on every rank. Server-w
 """
 
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.core import worth
 from sglang_gemma4_yoco.core.interfaces import Eligible
 from sglang_gemma4_yoco.core.kept_batch import REWRITTEN, KeptRows
@@ -50,14 +50,14 @@ FIELDS_BY_NAME = {*INELIGIBLE_FIELDS, *REWRITTEN}
 # NULL captures no row, LAST the last one of each request, FULL every row.
 _LAST_ROW_CAPTURES = (
     None,
-    compat.batch.CaptureHiddenMode.NULL,
-    compat.batch.CaptureHiddenMode.LAST,
+    CaptureHiddenMode.NULL,
+    CaptureHiddenMode.LAST,
 )
 
 
 def is_prefill(mode: object) -> bool:
     """Return True for a prefill's mode; by identity, because SGLang's modes equal integers."""
-    return mode is compat.batch.ForwardMode.EXTEND or mode is compat.batch.ForwardMode.MIXED
+    return mode is ForwardMode.EXTEND or mode is ForwardMode.MIXED
 
 
 def find_ineligible_reason(state: ModelState, forward_batch: ForwardBatch) -> Refusal | None:
@@ -179,10 +179,7 @@ def is_intermediate_chunk(forward_batch: ForwardBatch) -> bool:
     if sampling is not None and sampling.has_custom_logit_processor:
         return False
     capture = forward_batch.capture_hidden_mode
-    if (
-        capture not in (None, compat.batch.CaptureHiddenMode.NULL)
-        or _find_drafts(forward_batch) is not None
-    ):
+    if capture not in (None, CaptureHiddenMode.NULL) or _find_drafts(forward_batch) is not None:
         return False
     lens = forward_batch.extend_seq_lens_cpu or ()
     if min(lens, default=1) == 1:

@@ -20,9 +20,10 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.batch import ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.compat.text_model import Method, ModelOutput, TextModel
 from sglang_gemma4_yoco.core import cut, eligibility, planning
 from sglang_gemma4_yoco.core.interfaces import Forward
@@ -43,16 +44,16 @@ def wrap_model_forward(stock: Method) -> Method:
     def forward(
         self: TextModel,
         input_ids: object,
-        positions: torch.Tensor,
+        positions: Tensor,
         forward_batch: ForwardBatch,
-        input_embeds: torch.Tensor | None = None,
+        input_embeds: Tensor | None = None,
         *args: object,
         **kwargs: object,
     ) -> Any:
         try:  # models without a state may be third-party, and their batches too
             mode = forward_batch.forward_mode
             is_stock = (
-                mode is compat.batch.ForwardMode.DECODE  # first: most forwards are decode steps
+                mode is ForwardMode.DECODE  # first: most forwards are decode steps
                 or torch.compiler.is_compiling()
                 or STATE_ENTRY not in self.__dict__
                 or not eligibility.is_prefill(mode)
@@ -138,10 +139,10 @@ class EagerForward:
     """
 
     state: ModelState
-    positions: torch.Tensor
-    embeds: torch.Tensor | None
+    positions: Tensor
+    embeds: Tensor | None
     run: Callable[[], ModelOutput]
-    copy: torch.Tensor | None = None
+    copy: Tensor | None = None
 
     def fast(self, plan: Plan) -> ModelOutput:
         """Run it on the fast path."""

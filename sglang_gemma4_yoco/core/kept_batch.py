@@ -24,8 +24,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.batch import ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.patched import patched
 
 #: Fields of a batch that the tail rewrites and nothing reads before.
@@ -185,10 +184,10 @@ class KeptBatch:
         }
         if self.decodes:
             # out_cache_loc stays [T]: it is not used in this mode.
-            fields["forward_mode"] = compat.batch.ForwardMode.DECODE
+            fields["forward_mode"] = ForwardMode.DECODE
         else:
             fields |= {
-                "forward_mode": compat.batch.ForwardMode.EXTEND,
+                "forward_mode": ForwardMode.EXTEND,
                 # KV-shared layers read K and V of this chunk from these slots, one per query row.
                 "out_cache_loc": batch.out_cache_loc.index_select(0, index),
                 # The same rows of the iteration's translated slots.

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco.compat.backends import BackendTable
 from sglang_gemma4_yoco.compat.batch import ForwardBatch
@@ -83,12 +83,12 @@ class TextModelAdapter(Protocol[_Model, _Layer]):
     def get_row_shape(self, model: _Model) -> tuple[int, ...]:
         """Return the shape of one row of the residual stream: (hidden,) for Gemma 4."""
 
-    def view_rows(self, residual: torch.Tensor) -> torch.Tensor:
+    def view_rows(self, residual: Tensor) -> Tensor:
         """Return the residual stream of the layers as a view with its rows first."""
 
     def stop_before_cut(
         self, model: _Model, cut: int, project: Method
-    ) -> AbstractContextManager[list[torch.Tensor]]:
+    ) -> AbstractContextManager[list[Tensor]]:
         """Stop the model's forward before layer ``cut``, without its norm, in the ``with`` block.
 
         Yield a list. Instead of the norm, the residual [T, ...] at the input of layer ``cut`` is
@@ -103,8 +103,8 @@ class TextModelAdapter(Protocol[_Model, _Layer]):
         """
 
     def compute_keys_and_values(
-        self, layer: _Layer, rows: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: _Layer, rows: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return K and V of all rows, as the stock layer would write them.
 
         Reads nothing from the current batch: it also runs at start, on rows of zeros.
@@ -123,10 +123,10 @@ class TextModelAdapter(Protocol[_Model, _Layer]):
         model: _Model,
         layers: Sequence[_Layer],
         batch: ForwardBatch,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        inputs: torch.Tensor | None,
-    ) -> torch.Tensor:
+        rows: Tensor,
+        positions: Tensor,
+        inputs: Tensor | None,
+    ) -> Tensor:
         """Run the donor, the layers after it, and the model's code after its last layer.
 
         It is captured in a CUDA graph: it neither synchronizes nor depends on values, shapes follow
@@ -145,7 +145,7 @@ class TextModelAdapter(Protocol[_Model, _Layer]):
             [B, hidden], normed.
         """
 
-    def get_key_scale(self, layer: _Layer) -> torch.Tensor:
+    def get_key_scale(self, layer: _Layer) -> Tensor:
         """Return the scale of the keys of a layer with its own K and V, by channel: [head_dim].
 
         The weight of their norm, or about their root mean square if there is no norm. The check at

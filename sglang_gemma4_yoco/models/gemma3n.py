@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.compat.batch import ForwardBatch
@@ -64,29 +64,27 @@ def get_row_shape(model: Gemma3nTextModel) -> tuple[int, ...]:
     return model.config.altup_num_inputs, model.config.hidden_size
 
 
-def view_rows(residual: torch.Tensor) -> torch.Tensor:
+def view_rows(residual: Tensor) -> Tensor:
     """Return [streams, T, hidden] as [T, streams, hidden]."""
     return residual.transpose(0, 1)
 
 
 @contextmanager
-def stop_before_cut(
-    model: Gemma3nTextModel, cut: int, project: Method
-) -> Iterator[list[torch.Tensor]]:
+def stop_before_cut(model: Gemma3nTextModel, cut: int, project: Method) -> Iterator[list[Tensor]]:
     """End the model's loop before layer ``cut``, with a single row, which is cheap to merge.
 
     Instead of the norm of that row the model returns the first stream of all rows.
     """
     layers: list[Any] = list(model.layers)[:cut]
     last = layers.pop()
-    residuals, at_cut = list[torch.Tensor](), list[torch.Tensor]()
+    residuals, at_cut = list[Tensor](), list[Tensor]()
 
-    def run_last(**call: object) -> torch.Tensor:
-        residual: torch.Tensor = last(**call)
+    def run_last(**call: object) -> Tensor:
+        residual: Tensor = last(**call)
         residuals.append(residual)
         return residual[:, :1]
 
-    def leave_out_norm(_: torch.Tensor) -> torch.Tensor:
+    def leave_out_norm(_: Tensor) -> Tensor:
         if len(residuals) != 1:
             raise NotCuttableError(OTHER_END)
         at_cut.append(view_rows(residuals[0]))
@@ -100,8 +98,8 @@ def stop_before_cut(
 
 
 def compute_keys_and_values(
-    layer: Gemma3nDecoderLayer, rows: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    layer: Gemma3nDecoderLayer, rows: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return K and V of every row [T, streams, hidden], each [T, kv_heads, head_dim]."""
     predicted = layer.altup.predict(rows.transpose(0, 1))
     normed = layer.input_layernorm(predicted[layer.config.altup_active_idx])
@@ -112,19 +110,19 @@ def run_tail(
     model: TextModel,
     layers: Sequence[Gemma3nDecoderLayer],
     batch: ForwardBatch,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    inputs: torch.Tensor | None,
-) -> torch.Tensor:
+    rows: Tensor,
+    positions: Tensor,
+    inputs: Tensor | None,
+) -> Tensor:
     """Run the model's own forward with these layers only, and merge the streams: [B, hidden].
 
     The streams that it makes of the embeddings are dropped: the first layer gets those at the cut.
     """
     residual = rows.transpose(0, 1).contiguous()
 
-    def run_first(**call: object) -> torch.Tensor:
+    def run_first(**call: object) -> Tensor:
         call["hidden_states"] = residual
-        updated: torch.Tensor = layers[0](**call)
+        updated: Tensor = layers[0](**call)
         return updated
 
     embeds = rows.new_ones(len(rows), model.config.hidden_size)
@@ -136,7 +134,7 @@ def run_tail(
         own_layers = [run_first, *layers[1:]]
         own = patched(model, layers=own_layers, project_per_layer_inputs=lambda *_: inputs)
         stack.enter_context(own)
-        merged: torch.Tensor = stock(model, None, positions, batch, embeds)
+        merged: Tensor = stock(model, None, positions, batch, embeds)
     return merged
 
 
@@ -144,8 +142,8 @@ def _flatten_heads(attention: RadixAttention) -> AbstractContextManager[None]:
     """Flatten the attention's output to [B, heads * head_dim], which the stock layer projects."""
     attend: Method = attention.forward
 
-    def forward(*args: object, **kwargs: object) -> torch.Tensor:
-        attended: torch.Tensor = attend(*args, **kwargs)
+    def forward(*args: object, **kwargs: object) -> Tensor:
+        attended: Tensor = attend(*args, **kwargs)
         return attended.flatten(1)
 
     return patched(attention, forward=forward)

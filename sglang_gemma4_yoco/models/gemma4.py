@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
@@ -93,23 +93,23 @@ def get_row_shape(model: TextModel) -> tuple[int, ...]:
     return (model.config.hidden_size,)
 
 
-def view_rows(residual: torch.Tensor) -> torch.Tensor:
+def view_rows(residual: Tensor) -> Tensor:
     """Return the same tensor: [T, hidden]."""
     return residual
 
 
 @contextmanager
-def stop_before_cut(model: TextModel, cut: int, project: Method) -> Iterator[list[torch.Tensor]]:
+def stop_before_cut(model: TextModel, cut: int, project: Method) -> Iterator[list[Tensor]]:
     """End the model's loop before layer ``cut``, and skip its norm."""
 
-    def leave_out_norm(rows: torch.Tensor, *others: object, **settings: object) -> torch.Tensor:
+    def leave_out_norm(rows: Tensor, *others: object, **settings: object) -> Tensor:
         # A second argument is an update that must still be added to the residual.
         if others or settings:
             raise NotCuttableError(OTHER_END)
         at_cut.append(rows)
         return rows
 
-    at_cut = list[torch.Tensor]()
+    at_cut = list[Tensor]()
     with (
         patched(model, end_layer=cut, project_per_layer_inputs=project),
         patched(model.norm, forward=leave_out_norm),
@@ -118,16 +118,16 @@ def stop_before_cut(model: TextModel, cut: int, project: Method) -> Iterator[lis
 
 
 def compute_keys_and_values(
-    layer: Gemma4DecoderLayer, rows: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    layer: Gemma4DecoderLayer, rows: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return K and V of every row [T, hidden], each [T, kv_heads, head_dim]."""
     normed = layer.input_layernorm(rows)
     return project_keys_and_values(layer.self_attn, normed, positions)
 
 
 def project_keys_and_values(
-    attention: Gemma4Attention | Gemma3nAttention, normed: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    attention: Gemma4Attention | Gemma3nAttention, normed: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return K and V of every row, as the stock layer would write them.
 
     Plain weights are sliced. With quantised or packed weights, or a bias, all columns are computed,
@@ -156,7 +156,7 @@ def project_keys_and_values(
     return k.unflatten(-1, (heads, head_dim)), v.unflatten(-1, (heads, head_dim))
 
 
-def _norm_heads(norm: nn.Module, rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+def _norm_heads(norm: nn.Module, rows: Tensor, heads: int, head_dim: int) -> Tensor:
     """Return the RMS norm of each head, by the stock layer's kernel on this device.
 
     Args:
@@ -179,7 +179,7 @@ def _norm_heads(norm: nn.Module, rows: torch.Tensor, heads: int, head_dim: int) 
             eps=norm.eps,
         )
         return rows
-    normed: torch.Tensor = norm(rows.unflatten(-1, (heads, head_dim)))
+    normed: Tensor = norm(rows.unflatten(-1, (heads, head_dim)))
     return normed.flatten(-2)
 
 
@@ -187,10 +187,10 @@ def run_tail(
     model: TextModel,
     layers: Sequence[Gemma4DecoderLayer],
     batch: ForwardBatch,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    inputs: torch.Tensor | None,
-) -> torch.Tensor:
+    rows: Tensor,
+    positions: Tensor,
+    inputs: Tensor | None,
+) -> Tensor:
     """Run the layers and the norm: [B, hidden]; the batch holds the residual stream."""
     try:
         with share_own_keys_and_values(layers[0].self_attn):
@@ -207,11 +207,11 @@ def run_tail(
                 )
     finally:
         compat.layers.end_residual(batch)
-    normed: torch.Tensor = model.norm(rows)
+    normed: Tensor = model.norm(rows)
     return normed
 
 
-def get_key_scale(layer: Gemma4DecoderLayer) -> torch.Tensor:
+def get_key_scale(layer: Gemma4DecoderLayer) -> Tensor:
     """Return the weight of the keys' norm, [head_dim]."""
-    weight: torch.Tensor = layer.self_attn.k_norm.weight
+    weight: Tensor = layer.self_attn.k_norm.weight
     return weight

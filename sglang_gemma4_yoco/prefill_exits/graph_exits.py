@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint, PrefillGraph, ShapeKey
 from sglang_gemma4_yoco.compat.server import PrefillCudaGraphRunner
-from sglang_gemma4_yoco.compat.text_model import ModelOutput, TextModel
+from sglang_gemma4_yoco.compat.text_model import Method, ModelOutput, TextModel
 from sglang_gemma4_yoco.core.eligibility import TOO_LITTLE, is_multimodal
 from sglang_gemma4_yoco.core.forward import serve_forward
 from sglang_gemma4_yoco.core.interfaces import Eligible
@@ -146,14 +146,14 @@ class ExitForward:
     """
 
     state: ModelState
-    embed: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+    embed: Method
     graph: PrefillGraph
-    output: torch.Tensor
+    output: Tensor
     static_batch: ForwardBatch
-    stock: Callable[[], torch.Tensor]
+    stock: Callable[[], Tensor]
     point: ExitPoint | None = None
 
-    def fast(self, plan: Plan) -> torch.Tensor:
+    def fast(self, plan: Plan) -> Tensor:
         """Run it up to the exit, write K and V, and replay the tail: [bucket, hidden]."""
         self.point = point = compat.captured_prefills.replay_to_exit(self.graph)
         # Rows after those of the live batch are padding, of which nothing may be written.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.admission import order
@@ -40,11 +40,11 @@ def _yoco_eligibility(self: TextModel, forward_batch: ForwardBatch) -> bool:
 
 def _yoco_truncate_to_last_tokens(
     _: object,
-    hidden_states: torch.Tensor,
-    positions: torch.Tensor,
-    per_layer_inputs: torch.Tensor | None,
+    hidden_states: Tensor,
+    positions: Tensor,
+    per_layer_inputs: Tensor | None,
     forward_batch: ForwardBatch,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Callable[[], None]]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Callable[[], None]]:
     """Cut a batch down to the kept rows.
 
     Args:
@@ -60,7 +60,7 @@ def _yoco_truncate_to_last_tokens(
         logprobs. ``restore_fn()`` restores every field and the attention state; a second call is a
         no-op. If this function raises, everything has been restored.
     """
-    if not isinstance(hidden_states, torch.Tensor):  # some commits of #27183 have another order
+    if not isinstance(hidden_states, Tensor):  # some commits of #27183 have another order
         raise TypeError("expected hidden_states, positions, per_layer_inputs, forward_batch")
     main = compat.attention.get_current_backend()
     assert main is not None, "it is called in a forward"
