@@ -310,8 +310,8 @@ def _compare_captured(
 
 def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:
     """Return K and V of layer S-1 of the batch's new tokens."""
-    backend, slots = plan.backends.tail_backend, plan.kept_batch.batch.out_cache_loc
-    return compat.pools.get_cached_tokens(backend, state.cut_layer, slots)
+    pool, slots = plan.backends.tail_backend.token_to_kv_pool, plan.kept_batch.batch.out_cache_loc
+    return compat.pools.get_cached_tokens(pool, state.cut_layer, slots)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class SyntheticRequests:
         self.requests = requests
         self._runner, self._state = runner, state
         new = _list_new_slots(requests)
-        find = partial(compat.pools.get_cached_tokens, runner, slots=new)
+        find = partial(compat.pools.get_cached_tokens, runner.token_to_kv_pool, slots=new)
         self._caches = {layer: find(layer) for layer in range(state.cut_layer + 1)}
         self._before = self._others()
 
@@ -161,7 +161,7 @@ def choose_batches(runner: ModelRunner, state: ModelState) -> list[list[Lengths]
         NotComparableError: the pools have no room for requests like the server's longest prompts.
     """
     window = compat.attention.find_window(state.model.layers)
-    page = compat.pools.get_page_size(runner)
+    page = runner.page_size
     table, pool = compat.pools.get_request_table(runner).req_to_token, runner.token_to_kv_pool
     slots = [len(pool.get_key_buffer(number)) for number in range(state.cut_layer + 1)]
     # The first page of each pool and the first row of the table are reserved.
@@ -190,7 +190,7 @@ def _make_requests(
     runner: ModelRunner, state: ModelState, batch: Sequence[Lengths]
 ) -> list[Request]:
     """Return requests of these lengths, with pages shuffled differently in each pool."""
-    page = compat.pools.get_page_size(runner)
+    page = runner.page_size
     vocabulary, draw = state.model.config.vocab_size, torch.Generator().manual_seed(0)
     requests, first_page = list[Request](), 1  # the first one is reserved
     for row, (cached, new) in enumerate(batch, start=1):
@@ -230,7 +230,9 @@ def _fill_caches(
         for request in requests:
             inside = len(request.slots) - window
             edge = [token for token in (inside - 1, inside) if 0 <= token < request.cached]
-            own = compat.pools.get_cached_tokens(runner, number, request.slots[edge])
+            own = compat.pools.get_cached_tokens(
+                runner.token_to_kv_pool, number, request.slots[edge]
+            )
             values[own.slots] *= min(window, most)
 
 

@@ -1,9 +1,7 @@
 """The pools of K and V."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from sglang.srt.mem_cache.memory_pool import KVCache as KVCache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
@@ -20,9 +18,6 @@ from sglang_gemma4_yoco.compat.attention import (
 from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.compat.text_model import RadixAttention
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 #: K and V of some tokens, each [tokens, kv_heads, head_dim].
 KeysAndValues = tuple[Tensor, ...]
@@ -55,7 +50,7 @@ def find_quantisation(pool: KVCache) -> str | None:
 
 def write_keys_and_values(
     main: AttentionBackend,
-    tail: TritonAttnBackend,
+    pool: KVCache,
     attention: RadixAttention,
     forward_batch: ForwardBatch,
     k: Tensor,
@@ -65,11 +60,11 @@ def write_keys_and_values(
 
     Args:
         main: the attention backend of the layers before the cut, with this batch's metadata.
-        tail: the tail's backend, over the same pools.
+        pool: the runner's.
         attention: the layer's ``RadixAttention``.
         k, v: [T, kv_heads, head_dim].
     """
-    pool, slots = tail.token_to_kv_pool, forward_batch.out_cache_loc
+    slots = forward_batch.out_cache_loc
     # Waits for K and V of the prefix to be loaded. Stock waits in the donor's attention, which an
     # intermediate chunk does not run; the next batch does not wait again. Unnecessary once the pool
     # has a method that waits for a layer.
@@ -113,14 +108,8 @@ class CachedTokens:
         self.keys[self.slots], self.values[self.slots] = both
 
 
-def get_cached_tokens(
-    owner: ModelRunner | TritonAttnBackend, layer: int, slots: Tensor
-) -> CachedTokens:
-    """Return K and V of a layer, by its number in the model, at these slots of the full pool.
-
-    ``owner`` is a runner or an attention backend, whose pools are used.
-    """
-    pool = owner.token_to_kv_pool
+def get_cached_tokens(pool: KVCache, layer: int, slots: Tensor) -> CachedTokens:
+    """Return K and V of a layer, by its number in the model, at these slots of the full pool."""
     if is_in_window_pool(pool, layer):
         slots = pool.translate_loc_from_full_to_swa(slots)
     return CachedTokens(slots, *pool.get_kv_buffer(layer))
@@ -131,10 +120,3 @@ def get_request_table(runner: ModelRunner) -> ReqToTokenPool:
     table = runner.req_to_token_pool
     assert table is not None, "the runner has its pools"
     return table
-
-
-def get_page_size(runner: ModelRunner) -> int:
-    """Return the number of slots of a page."""
-    allocator = runner.token_to_kv_pool_allocator
-    assert allocator is not None, "the runner has its pools"
-    return allocator.page_size

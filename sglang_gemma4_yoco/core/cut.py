@@ -98,7 +98,7 @@ def write_donor_keys_and_values(
     k, v = state.adapter.compute_keys_and_values(donor, rows, positions)
     compat.pools.write_keys_and_values(
         backends.main_backend,
-        backends.tail_backend,
+        backends.tail_backend.token_to_kv_pool,
         donor.self_attn.attn,
         plan.kept_batch.batch,
         k,

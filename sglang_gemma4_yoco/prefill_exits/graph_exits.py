@@ -159,9 +159,9 @@ class ExitForward:
         # Rows after those of the live batch are padding, of which nothing may be written.
         total = plan.kept_batch.kept.total
         keys, values = point.keys[:total], point.values[:total]
-        main, tail = plan.backends.main_backend, plan.backends.tail_backend
+        main, pool = plan.backends.main_backend, plan.backends.tail_backend.token_to_kv_pool
         donor = self.state.tail_layers[0].self_attn.attn
-        compat.pools.write_keys_and_values(main, tail, donor, plan.kept_batch.batch, keys, values)
+        compat.pools.write_keys_and_values(main, pool, donor, plan.kept_batch.batch, keys, values)
         if plan.runner is not None:
             assert isinstance(plan.runner, Replay)
             index = plan.kept_batch.index
