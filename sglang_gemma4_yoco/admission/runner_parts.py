@@ -62,7 +62,7 @@ def find_pool_reason(pool: KVCache, dtype: torch.dtype) -> ServerRefusal | None:
         if method is not None:
             return ServerRefusal(f"K and V are quantised ({method})")
         buffers: Any = part.k_buffer, part.v_buffer
-        most = max(buffer.dim() for of_layers in buffers for buffer in of_layers)
+        most = max(buffer.dim() for layers in buffers for buffer in layers)
         if most != 3:
             return ServerRefusal(f"K and V are not stored slot by slot, but in {most} dimensions")
     if pool.dtype == dtype:

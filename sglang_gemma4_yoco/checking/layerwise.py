@@ -262,17 +262,17 @@ class _StepComparer:
         found.copy_(expected)
 
     def _compare(self, step: str, layer: int, expected: Tensor, found: Tensor) -> Difference:
-        of_scores, given = 0.0, None
+        score_error, given = 0.0, None
         if step == _ATTENTION:
-            of_scores = self._of_scores(layer)
+            score_error = self._measure_scores(layer)
         if step == _OUTPUT:
             given = self.stock.kept.get((_OUTPUT, layer - 1))
         what, tolerance = f"{step} of layer {layer}", _TOLERANCES.get(step, _PROJECTED)
         return rounding.compare_rows(
-            what, expected, found, tolerance, of_scores=of_scores, given=given
+            what, expected, found, tolerance, score_error=score_error, given=given
         )
 
-    def _of_scores(self, layer: int) -> float:
+    def _measure_scores(self, layer: int) -> float:
         """Return the relative error of attention's output that is due to the sums of its scores.
 
         Scores are fp32 sums of head_dim products, which Gemma 4 does not scale down: in sharp heads
@@ -283,7 +283,7 @@ class _StepComparer:
         attention = self.layers[layer].self_attn.attn
         keys = self.state.adapter.get_key_scale(self.layers[attention.layer_id]).abs().max()
         norms = queries.float().norm(dim=-1).max()
-        eps = rounding.get_eps_of_scores(queries)
+        eps = rounding.get_eps_score_error(queries)
         return float(2 * eps * attention.scaling * norms * keys * math.sqrt(width))
 
 
@@ -294,9 +294,9 @@ def _compare_captured(
     stock = steps.stock
     inputs = {}
     for name in ("embeds", "embedded"):
-        of_all_rows = getattr(stock, name)
-        if of_all_rows is not None:
-            inputs[name] = of_all_rows[stock.index]
+        all_rows = getattr(stock, name)
+        if all_rows is not None:
+            inputs[name] = all_rows[stock.index]
     return tail_graphs.compare_eager(
         replay,
         rows,

@@ -45,7 +45,7 @@ def get_unit(tensor: Tensor) -> float:
     return eps + _OF_SUMS
 
 
-def get_eps_of_scores(queries: Tensor) -> float:
+def get_eps_score_error(queries: Tensor) -> float:
     """Return the relative error of fp32 sums of products of queries [..., head_dim] and keys."""
     if _multiplies_in_tf32(queries):
         return _TF32 / math.sqrt(queries.shape[-1])
@@ -105,7 +105,7 @@ def compare_rows(
     found: Tensor,
     tolerance: Tolerance,
     *,
-    of_scores: float = 0.0,
+    score_error: float = 0.0,
     given: Tensor | None = None,
     rounded: Tensor | None = None,
 ) -> Difference:
@@ -114,7 +114,7 @@ def compare_rows(
     Synchronizes with the device. Both are [..., channels], of one type.
 
     Args:
-        of_scores: for a softmax over scores, the relative error due to the scores' errors; all
+        score_error: for a softmax over scores, the relative error due to the scores' errors; all
             channels of a row share it.
         given: [..., channels], the input that the step adds to; errors also scale with its size.
         rounded: the tensor that was rounded, if of another type: SGLang computes fp32 logits from
@@ -127,17 +127,17 @@ def compare_rows(
     right = expected.float().flatten(0, -2)
     error = (found.float().flatten(0, -2) - right) / size
     right = right / size
-    of_rows = error.square().mean(dim=-1)
+    row_errors = error.square().mean(dim=-1)
     drift = (error * right).mean() / right.square().mean().sqrt().clamp_min(_TINY)
-    errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs()])
+    errors = torch.stack([row_errors.mean().sqrt(), row_errors.max().sqrt(), drift.abs()])
     independent = error.numel()
-    if of_scores > 0:
+    if score_error > 0:
         independent = len(error)
     bound = tolerance.roundings * unit
     bounds = (bound, _ONE_ROW * bound, (_DRIFT + _OF_FEW / math.sqrt(independent)) * bound)
     numbers = errors.nan_to_num(math.inf, posinf=math.inf).tolist()
     both = zip(numbers, bounds, strict=True)
-    return find_worst(Difference(what, error, allowed + of_scores) for error, allowed in both)
+    return find_worst(Difference(what, error, allowed + score_error) for error, allowed in both)
 
 
 def _measure(expected: Tensor, given: Tensor | None, tolerance: Tolerance, unit: float) -> Tensor:

@@ -70,7 +70,7 @@ def end_failed_capture(device: torch.device, backend: Any) -> None:
 
     Up to torch 2.13 the random generator stays in capture mode, so the first sampled token would
     end the server, and the allocator keeps allocating in the graph's pool. SGLang pins torch 2.14
-    for CUDA, but is installed with older ones on AMD.
+    for CUDA, but is installed with older ones on AMD; unnecessary once it is not.
 
     Raises:
         RuntimeError: the random generator still fails.

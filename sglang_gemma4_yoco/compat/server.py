@@ -78,10 +78,10 @@ def get_tensor_parallel_group() -> GroupCoordinator | None:
     return group
 
 
-def get_cuda_graph_backend(of: str) -> str | None:
-    """Return this server's CUDA graph backend for "prefill" or "decode", or None."""
-    of_phase = getattr(read_argument("cuda_graph_config"), of, None)
-    name: str | None = getattr(of_phase, "backend", None)
+def get_cuda_graph_backend(phase: str) -> str | None:
+    """Return this server's CUDA graph backend for a phase, "prefill" or "decode", or None."""
+    config = getattr(read_argument("cuda_graph_config"), phase, None)
+    name: str | None = getattr(config, "backend", None)
     if name == "disabled":
         return None
     return name

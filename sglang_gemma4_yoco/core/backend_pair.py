@@ -44,7 +44,8 @@ class BackendPair:
     ) -> AbstractContextManager[None]:
         """In the ``with`` block call ``plan_batch`` after ``main_backend`` has made its metadata.
 
-        It is not called for decode steps.
+        It is not called for decode steps. Unnecessary once SGLang calls plugins for each batch
+        whose metadata exists.
         """
         stock = self.main_backend.init_forward_metadata
 

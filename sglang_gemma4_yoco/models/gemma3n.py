@@ -73,7 +73,8 @@ def view_rows(residual: Tensor) -> Tensor:
 def stop_before_cut(model: Gemma3nTextModel, cut: int, project: Method) -> Iterator[list[Tensor]]:
     """End the model's loop before layer ``cut``, with a single row, which is cheap to merge.
 
-    Instead of the norm of that row the model returns the first stream of all rows.
+    Instead of the norm of that row the model returns the first stream of all rows. Unnecessary once
+    the model's forward takes a range of layers.
     """
     layers: list[Any] = list(model.layers)[:cut]
     last = layers.pop()
@@ -139,7 +140,10 @@ def run_tail(
 
 
 def _flatten_heads(attention: RadixAttention) -> AbstractContextManager[None]:
-    """Flatten the attention's output to [B, heads * head_dim], which the stock layer projects."""
+    """Flatten the attention's output to [B, heads * head_dim], which the stock layer projects.
+
+    Unnecessary once the layer does it (docs/upstream/gemma3n_attention_output.md).
+    """
     attend: Method = attention.forward
 
     def forward(*args: object, **kwargs: object) -> Tensor:

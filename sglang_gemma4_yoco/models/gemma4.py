@@ -82,7 +82,8 @@ def find_donor_reason(
 def share_own_keys_and_values(attention: TextAttention) -> AbstractContextManager[None]:
     """Run the donor's attention on SGLang's KV-shared code path in the ``with`` block.
 
-    It shares its own K and V, which are already in the pool.
+    It shares its own K and V, which are already in the pool. Unnecessary once a layer can be called
+    without K and V.
     """
     own = attention.attn.layer_id
     return patched(attention, is_kv_shared_layer=True, kv_shared_layer_index=own)
@@ -100,7 +101,10 @@ def view_rows(residual: Tensor) -> Tensor:
 
 @contextmanager
 def stop_before_cut(model: TextModel, cut: int, project: Method) -> Iterator[list[Tensor]]:
-    """End the model's loop before layer ``cut``, and skip its norm."""
+    """End the model's loop before layer ``cut``, and skip its norm.
+
+    Unnecessary once the model's forward takes a range of layers.
+    """
 
     def leave_out_norm(rows: Tensor, *others: object, **settings: object) -> Tensor:
         # A second argument is an update that must still be added to the residual.
