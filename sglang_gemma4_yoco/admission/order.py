@@ -4,10 +4,10 @@ Unknown configurations are refused with a one-line reason, which does not change
 runs.
 """
 
-from typing import Any
-
 from sglang_gemma4_yoco import __version__, compat, settings
 from sglang_gemma4_yoco.admission import arguments, runner_parts, third_party, weights
+from sglang_gemma4_yoco.compat.server import ModelRunner
+from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.core import eligibility, ranks
 from sglang_gemma4_yoco.core.backend_pair import BackendPair, build_pair
 from sglang_gemma4_yoco.core.state import first_shared_layer
@@ -17,7 +17,7 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 NO_SHARED_LAYERS = ServerRefusal("the model has no KV-shared tail")
 
 
-def find_model_reason(model: Any) -> ServerRefusal | None:
+def find_model_reason(model: TextModel) -> ServerRefusal | None:
     """Return why no batch of this model may be cut with these server arguments, or None."""
     reason = arguments.find_server_reason()
     if reason is not None:
@@ -28,7 +28,7 @@ def find_model_reason(model: Any) -> ServerRefusal | None:
     return weights.find_linear_reason(model, first)
 
 
-def find_runner_reason(runner: Any, model: Any) -> ServerRefusal | None:
+def find_runner_reason(runner: ModelRunner, model: TextModel) -> ServerRefusal | None:
     """Return why no batch of this runner may be cut, or None; ``model`` is its text model."""
     if not runner.is_generation:
         return arguments.EMBEDDINGS
@@ -45,7 +45,7 @@ def find_runner_reason(runner: Any, model: Any) -> ServerRefusal | None:
     )
 
 
-def admit(runner: Any, model: Any) -> tuple[BackendPair | None, ServerRefusal | None]:
+def admit(runner: ModelRunner, model: TextModel) -> tuple[BackendPair | None, ServerRefusal | None]:
     """Return the attention backends of a forward that is cut, or the reason why none is cut.
 
     With several ranks all of them return the same reason, or none does.

@@ -5,12 +5,16 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.attention import AttentionBackend
+from sglang_gemma4_yoco.compat.pools import KVCache
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 NO_TAIL = ServerRefusal("no attention backend could be built for the tail")
 
 
-def find_backend_reason(main: Any, table: compat.backends.BackendTable) -> ServerRefusal | None:
+def find_backend_reason(
+    main: AttentionBackend, table: compat.backends.BackendTable
+) -> ServerRefusal | None:
     """Return why the server's attention backend rules out fast prefill for a model, or None.
 
     Args:
@@ -35,7 +39,7 @@ ALLOCATED_LATER = ServerRefusal(
 )
 
 
-def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
+def find_pool_reason(pool: KVCache, dtype: torch.dtype) -> ServerRefusal | None:
     """Return why the tail cannot read K and V of this server, or None.
 
     It needs one tensor of K and one of V per layer, slot by slot, unquantised. If the cache's dtype
@@ -57,7 +61,8 @@ def find_pool_reason(pool: Any, dtype: torch.dtype) -> ServerRefusal | None:
         method = compat.pools.find_quantisation(part)
         if method is not None:
             return ServerRefusal(f"K and V are quantised ({method})")
-        most = max(buffer.dim() for buffer in (*part.k_buffer, *part.v_buffer))
+        buffers: Any = part.k_buffer, part.v_buffer
+        most = max(buffer.dim() for layers in buffers for buffer in layers)
         if most != 3:
             return ServerRefusal(f"K and V are not stored slot by slot, but in {most} dimensions")
     if pool.dtype == dtype:

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.refusal import ServerRefusal
@@ -87,7 +89,7 @@ NOT_JUDGED = ServerRefusal("it could not be determined whose code reads the mode
 ForeignCode = tuple[str, str, str]
 
 
-def find_third_party_code(outer: type, runner: Any = None) -> ServerRefusal | None:
+def find_third_party_code(outer: type, runner: ModelRunner | None = None) -> ServerRefusal | None:
     """Return the third-party code that may read skipped rows, as a refusal, or None. Never raises.
 
     Args:
@@ -116,13 +118,13 @@ def _has_our_forward(model: type) -> bool:
     return forward.is_wrapped(inspect.unwrap(vars(model)["forward"], stop=forward.is_wrapped))
 
 
-def _find_unknown(outer: type, runner: Any) -> Iterator[ForeignCode]:
+def _find_unknown(outer: type, runner: ModelRunner | None) -> Iterator[ForeignCode]:
     """Yield third-party code that may read skipped rows."""
     known = [name for adapter in registry.MODELS for name in adapter.SGLANG.outer_models]
     if not (outer.__module__ in known or _is_trusted(outer.__module__, outer.__name__)):
         yield "the model is a", outer.__module__, outer.__name__
     # Modules that are not imported cannot be called.
-    owners: dict[str, Any] = {}
+    owners: dict[str, object] = {}
     for path in list_modules():
         if path in sys.modules:
             owners[path] = sys.modules[path]
@@ -153,7 +155,7 @@ def list_modules() -> list[str]:
     return modules + compat.backends.list_backend_modules()
 
 
-def _list_objects(model: Any) -> dict[str, Any]:
+def _list_objects(model: nn.Module) -> dict[str, object]:
     """Return the objects that may see rows, by place: modules, and SGLang objects in them."""
     objects = {}
     towers = {name for adapter in registry.MODELS for name in adapter.SGLANG.towers}
@@ -167,7 +169,7 @@ def _list_objects(model: Any) -> dict[str, Any]:
     return objects
 
 
-def _find_in(place: str, owner: Any) -> Iterator[ForeignCode]:
+def _find_in(place: str, owner: object) -> Iterator[ForeignCode]:
     """Yield third-party code among the own attributes of a module, class or object."""
     own = None
     if isinstance(owner, type):
@@ -176,8 +178,8 @@ def _find_in(place: str, owner: Any) -> Iterator[ForeignCode]:
         called = [value]
         if name.endswith(HOOKS) and isinstance(value, dict):
             called = [*value.values()]
-        for one in called:
-            for module, defined in _find_definitions(one):
+        for function in called:
+            for module, defined in _find_definitions(function):
                 if name not in NO_ROWS and module != own:
                     yield f"{place}.{name} runs", module, defined
 

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 # SGLang's classes, with the scheme if a class has schemes. All others are refused, including those
@@ -40,7 +42,7 @@ _INDEPENDENT_ROWS = {
 }
 
 
-def find_linear_reason(model: Any, first: int) -> ServerRefusal | None:
+def find_linear_reason(model: TextModel, first: int) -> ServerRefusal | None:
     """Return why rows of this model's tail may depend on rows that would be dropped, or None.
 
     Args:
@@ -54,9 +56,9 @@ def find_linear_reason(model: Any, first: int) -> ServerRefusal | None:
     return None
 
 
-def _computes_rows(part: Any) -> bool:
+def _computes_rows(part: nn.Module) -> bool:
     """Return True for linear layers, experts, and other modules with a quantisation method."""
-    if type(part) is compat.attention.RadixAttention:
+    if type(part) is compat.text_model.RadixAttention:
         return False  # its method quantises the cache, which ``find_pool_reason`` checks
     return (
         isinstance(part, compat.layers.LinearBase)
@@ -64,7 +66,7 @@ def _computes_rows(part: Any) -> bool:
     )
 
 
-def get_linear_kind(layer: Any) -> str:
+def get_linear_kind(layer: nn.Module) -> str:
     """Return the class names of a layer's method and, if it has one, its scheme."""
     method, scheme = type(layer.quant_method).__name__, getattr(layer, "scheme", None)
     if scheme is None:
@@ -72,12 +74,13 @@ def get_linear_kind(layer: Any) -> str:
     return f"{method}.{type(scheme).__name__}"
 
 
-def has_independent_rows(layer: Any) -> bool:
+def has_independent_rows(layer: nn.Module) -> bool:
     """Return True if each output row of a layer is known to depend on its own input row alone.
 
     Never True for a mixture of experts: experts may be chosen, or rounded, for a whole batch.
     """
-    method, kind = layer.quant_method, get_linear_kind(layer)
+    method: Any = layer.quant_method
+    kind = get_linear_kind(layer)
     is_sglangs = type(method).__module__.startswith("sglang.srt.")
     if not (isinstance(layer, compat.layers.LinearBase) and is_sglangs):
         return False

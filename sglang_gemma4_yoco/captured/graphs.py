@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.compat.batch import ABSENT, ForwardBatch
+from sglang_gemma4_yoco.compat.decode_graphs import DecodeInputBuffers
+from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.core import per_layer
 from sglang_gemma4_yoco.core.kept_batch import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
@@ -38,20 +41,22 @@ class Inputs:
         embedded: [n, L - S + 1, width], their per-layer embeddings, or None.
     """
 
-    rows: torch.Tensor
-    positions: torch.Tensor
-    requests: torch.Tensor
-    lengths: torch.Tensor
-    embeds: torch.Tensor | None
-    embedded: torch.Tensor | None
+    rows: Tensor
+    positions: Tensor
+    requests: Tensor
+    lengths: Tensor
+    embeds: Tensor | None
+    embedded: Tensor | None
 
     @classmethod
     @torch.inference_mode(False)  # they are written in forwards of any mode
-    def of(cls, runner: Any, state: ModelState, like: Any, rows: int) -> Inputs:
+    def of(
+        cls, runner: ModelRunner, state: ModelState, like: DecodeInputBuffers, rows: int
+    ) -> Inputs:
         """Return inputs for up to ``rows`` rows, typed like SGLang's static inputs ``like``."""
         model = state.model
 
-        def zeros(*shape: int, dtype: torch.dtype = runner.dtype) -> torch.Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = runner.dtype) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=runner.device)
 
         hidden, embeds, embedded = model.config.hidden_size, None, None
@@ -68,7 +73,7 @@ class Inputs:
             embedded=embedded,
         )
 
-    def change(self, each: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+    def change(self, each: Callable[[Tensor], Tensor]) -> Inputs:
         """Return these inputs with ``each`` applied to every tensor."""
         return replace(self, **{name: each(t) for name, t in vars(self).items() if t is not None})
 
@@ -76,11 +81,11 @@ class Inputs:
         """Return views of the first rows."""
         return self.change(lambda tensor: tensor[:rows])
 
-    def make_decode_step(self) -> Any:
+    def make_decode_step(self) -> ForwardBatch:
         """Return a decode step of these rows, one per request, without attention metadata."""
         return compat.batch.make_decode_step(self.requests, self.lengths, self.positions)
 
-    def fill(self, **tensors: torch.Tensor | None) -> None:
+    def fill(self, **tensors: Tensor | None) -> None:
         """Copy these tensors into the inputs of the same names; inputs that are None are skipped.
 
         Per-layer embeddings are those of all layers, [n, L, width].
@@ -95,7 +100,7 @@ class Inputs:
             own.copy_(tensor)
 
 
-def run_layers(state: ModelState, inputs: Inputs, batch: Any) -> torch.Tensor:
+def run_layers(state: ModelState, inputs: Inputs, batch: ForwardBatch) -> Tensor:
     """Run layers S-1 to L-1 and the model's norm: [rows, hidden]."""
     model, projected = state.model, None
     if inputs.embeds is not None:
@@ -120,7 +125,7 @@ class Replay:
 
     bucket: Bucket
     inputs: Inputs
-    index: torch.Tensor
+    index: Tensor
 
     @property
     def buffers(self) -> per_layer.Buffers | None:
@@ -129,7 +134,7 @@ class Replay:
             return None
         return per_layer.Buffers(self.inputs.embeds, self.inputs.embedded)
 
-    def run(self, rows: torch.Tensor, positions: torch.Tensor, _: Any) -> torch.Tensor:
+    def run(self, rows: Tensor, positions: Tensor, _: object) -> Tensor:
         """Return the kept rows [B, hidden], normed, which the next replay overwrites.
 
         Args:
@@ -160,7 +165,7 @@ class Bucket:
         self._init_metadata()
         self._graphs.captured.capture_one(self.size, self._run)
 
-    def fill(self, live: Any, index: torch.Tensor) -> Replay:
+    def fill(self, live: ForwardBatch, index: Tensor) -> Replay:
         """Fill the inputs that a batch has before its forward, and return a replay.
 
         Args:
@@ -177,15 +182,15 @@ class Bucket:
             self._init_metadata(live)
         finally:
             # A replay reads the backend's buffers, and no metadata object.
-            self._graphs.backend.forward_metadata = None
+            self._graphs.backend.forward_metadata = ABSENT
         return Replay(self, inputs, index)
 
-    def replay(self) -> torch.Tensor:
+    def replay(self) -> Tensor:
         """Replay the graph; return [size, hidden], which the next replay overwrites."""
-        output: torch.Tensor = self._graphs.captured.replay(self.size, None)
+        output: Tensor = self._graphs.captured.replay(self.size, None)
         return output
 
-    def _init_metadata(self, live: Any | None = None) -> None:
+    def _init_metadata(self, live: ForwardBatch | None = None) -> None:
         """Fill the backend's buffers that the graph reads; ``live`` is None before the capture."""
         backend = self._graphs.backend
         with compat.attention.widen_window(backend):
@@ -193,7 +198,7 @@ class Bucket:
                 self._batch.kv_loc_plan = live.kv_loc_plan
             backend.init_forward_metadata_out_graph(self._batch, in_capture=live is None)
 
-    def _run(self) -> torch.Tensor:
+    def _run(self) -> Tensor:
         with compat.attention.use_backend(self._graphs.backend):
             return run_layers(self.state, self.inputs, self._batch)
 
@@ -208,13 +213,14 @@ class TailGraphs:
         captured: SGLang's graph backend, which has the graphs by size.
     """
 
-    def __init__(self, runner: Any, state: ModelState) -> None:
+    def __init__(self, runner: ModelRunner, state: ModelState) -> None:
         """Allocate the inputs."""
         self.state, self.backend = state, state.get_backends().tail_backend
-        self._decode_steps = compat.decode_graphs.get_captured_steps(runner)
-        assert self._decode_steps is not None, "the tail is captured after them"
+        decode_steps = compat.decode_graphs.get_captured_steps(runner)
+        assert decode_steps is not None, "the tail is captured after them"
+        self._decode_steps = decode_steps
         # Limited by the setting, and by the maximum number of running requests.
-        most = runner.req_to_token_pool.size
+        most = compat.pools.get_request_table(runner).size
         if settings.current.graph_rows is not None:
             most = min(most, settings.current.graph_rows)
         self._wanted = [size for size in (1, 2, 4, 8, 16, 32) if size <= most]
@@ -245,7 +251,7 @@ class TailGraphs:
             compat.decode_graphs.end_failed_capture(self._inputs.rows.device, self.captured)
             raise
         finally:
-            self.backend.forward_metadata = None
+            self.backend.forward_metadata = ABSENT
 
     def close(self) -> None:
         """Free all graphs, and the backend's buffers for them."""

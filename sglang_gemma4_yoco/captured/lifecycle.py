@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.state import ModelState
 
@@ -29,10 +29,10 @@ _UNSUPPORTED = {
 }
 
 
-_Check = Callable[[graphs.TailGraphs, Any], str | None]
+_Check = Callable[[graphs.TailGraphs, ModelRunner], str | None]
 
 
-def find_eager_reason(runner: Any, state: ModelState) -> str | None:
+def find_eager_reason(runner: ModelRunner, state: ModelState) -> str | None:
     """Return why the tail of this server is not captured, or None."""
     if settings.current.graph_rows == 0:
         return GRAPHS_OFF
@@ -66,7 +66,7 @@ def drop_tail(state: ModelState, reason: str = NOT_YET) -> None:
         captured.close()
 
 
-def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
+def capture_tail(runner: ModelRunner, state: ModelState, check_graphs: _Check) -> None:
     """Capture the tail and check its graphs, on all ranks or on none.
 
     Args:
@@ -92,7 +92,7 @@ def capture_tail(runner: Any, state: ModelState, check_graphs: _Check) -> None:
         log.log_once(f"YOCO fast prefill: the tail runs eagerly: {reason}")
 
 
-def _capture_and_check(runner: Any, state: ModelState, check_graphs: _Check) -> str | None:
+def _capture_and_check(runner: ModelRunner, state: ModelState, check_graphs: _Check) -> str | None:
     """Capture the tail, and return the reason why it is not used, or None."""
     began = time.monotonic()
     state.captured = captured = graphs.TailGraphs(runner, state)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import traceback
 from dataclasses import replace
-from typing import Any
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking import exit_check, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.compat.server import ModelRunner
+from sglang_gemma4_yoco.compat.text_model import ModelOutput
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.eager_tail import EagerTail
 from sglang_gemma4_yoco.core.interfaces import Forward
@@ -30,7 +31,7 @@ DIFFERED = ServerRefusal("an audited prefill differed from stock's", level=loggi
 _MOST_LINES = 16  # errors that are logged; the others are counted
 
 
-def make_auditor(runner: Any, state: ModelState) -> Auditor | None:
+def make_auditor(runner: ModelRunner, state: ModelState) -> Auditor | None:
     """Return the auditor of this server; None if audits are off, or impossible (logged)."""
     if settings.current.audit == 0:
         return None
@@ -81,7 +82,7 @@ class Auditor:
         self._state = state
         self._turns, self._strict = Turns(every), settings.current.audit_strict
 
-    def __call__(self, forward: Forward, plan: Plan, output: Any) -> Any:
+    def __call__(self, forward: Forward, plan: Plan, output: ModelOutput) -> ModelOutput:
         """Audit the forward in its turn, and return the output for the model."""
         try:
             if self._turns.take(plan.outcome):
@@ -90,7 +91,7 @@ class Auditor:
             self._end(failure)
         return output
 
-    def _audit(self, forward: Forward, plan: Plan, output: Any) -> Any:
+    def _audit(self, forward: Forward, plan: Plan, output: ModelOutput) -> ModelOutput:
         """Audit one forward; on failure ``output`` is restored, and K and V are complete."""
         rows = compat.layers.get_rows(output)
         fast = rows.clone()  # stock may overwrite their memory
@@ -120,7 +121,7 @@ class Auditor:
         log.log_failure("YOCO fast prefill: an audit failed, audits are disabled", failure)
         traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
 
-    def _run_again(self, forward: Forward, plan: Plan) -> tuple[list[Difference], Any]:
+    def _run_again(self, forward: Forward, plan: Plan) -> tuple[list[Difference], ModelOutput]:
         """Return the findings of the cut on stock's rows, and stock's output."""
         stock, found = Stock(plan.kept_batch.index), list[Difference]()
         with layerwise.watch_stock(self._state, stock, self._state.cut_layer):

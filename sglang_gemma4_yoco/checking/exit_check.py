@@ -4,14 +4,16 @@ from typing import Any
 
 import torch
 
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.checking import layerwise, tail_graphs
 from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.compat.text_model import ModelOutput
 from sglang_gemma4_yoco.core.plan import Plan
 
 
 @torch.no_grad()
-def compare_exit(forward: Any, plan: Plan, output: torch.Tensor) -> list[Difference]:
+def compare_exit(forward: Any, plan: Plan, output: ModelOutput) -> list[Difference]:
     """Replay the graph in full, and return the differences from it.
 
     Nothing may run between the forward and this. K and V of layer S-1 in the pool are compared with
@@ -31,7 +33,7 @@ def compare_exit(forward: Any, plan: Plan, output: torch.Tensor) -> list[Differe
     if plan.runner is not None:
         assert isinstance(plan.runner, Replay)
         index = plan.kept_batch.index
-        kept = output.index_select(0, index)
+        kept = compat.layers.get_rows(output).index_select(0, index)
         embeds, embedded = forward.embed(plan.kept_batch.batch.input_ids.index_select(0, index))
         found.append(tail_graphs.compare_eager(plan.runner, kept, embeds=embeds, embedded=embedded))
     forward.stock()

@@ -13,6 +13,7 @@ A captured tail is compared as a whole with an eager run of its layers on the sa
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,12 +21,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.checking.rounding import Difference, Tolerance
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.pools import CachedTokens, KeysAndValues
+from sglang_gemma4_yoco.compat.text_model import Method, ModelOutput, TextLayer
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.eager_tail import EagerTail
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
@@ -58,7 +62,7 @@ _TOLERANCES = {
 }
 
 #: Called with a step, its layer and its result, [rows, ...], which may be overwritten.
-_OnStep = Callable[[str, int, torch.Tensor], None]
+_OnStep = Callable[[str, int, Tensor], None]
 
 
 @dataclass
@@ -75,15 +79,15 @@ class Stock:
         keys: K and V of layer S-1 in the pool, each [T, kv_heads, head_dim].
     """
 
-    index: torch.Tensor
-    kept: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    index: Tensor
+    kept: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    layer_inputs: dict[int, Tensor] = field(default_factory=dict)
     positions: Any = None
-    embeds: Any = None
-    embedded: torch.Tensor | None = None
+    embeds: Tensor | None = None
+    embedded: Tensor | None = None
     keys: KeysAndValues = ()
 
-    def of_rows(self, chosen: Any) -> Stock:
+    def of_rows(self, chosen: array[int]) -> Stock:
         """Return a copy for some of the kept rows, by their indices among them, [n]."""
         places = torch.as_tensor(chosen, device=self.index.device)
         kept = {step: rows[places] for step, rows in self.kept.items()}
@@ -111,23 +115,28 @@ def _call_after_steps(state: ModelState, on_step: _OnStep) -> Iterator[None]:
     """Call ``on_step`` with the result of each step of the tail in the ``with`` block."""
 
     def attend(
-        number: int, attention: Any, stock: Any, q: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+        number: int,
+        attention: Any,
+        stock: Method,
+        q: Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor:
         heads = len(q), attention.tp_q_head_num, -1
         on_step(_QUERIES, number, q.view(heads))
-        output: torch.Tensor = stock(q, *args, **kwargs)
+        output: Tensor = stock(q, *args, **kwargs)
         on_step(_ATTENTION, number, output.view(heads))
         kwargs["save_kv_cache"] = False  # K and V are written already
         mean = stock(torch.zeros_like(q), *args, **kwargs)
         on_step(_MEAN, number, mean.view(heads))
         return output
 
-    def run_layer(number: int, _: Any, stock: Any, **call: Any) -> Any:
+    def run_layer(number: int, _: object, stock: Method, **call: Any) -> Tensor:
         if number == state.cut_layer:
             on_step(_OUTPUT, number - 1, state.adapter.view_rows(call["hidden_states"]))
         if call.get("per_layer_input") is not None:
             on_step(_INPUT, number, call["per_layer_input"])
-        output = stock(**call)
+        output: Tensor = stock(**call)
         on_step(_OUTPUT, number, state.adapter.view_rows(output))
         return output
 
@@ -149,10 +158,10 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
     model = state.model
     project: Any = getattr(model, "project_per_layer_inputs", None)
 
-    def keep(step: str, layer: int, rows: torch.Tensor) -> None:
+    def keep(step: str, layer: int, rows: Tensor) -> None:
         stock.kept[step, layer] = rows.index_select(0, stock.index)
 
-    def projecting(embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
+    def projecting(embeds: Tensor, embedded: Tensor | None = None) -> object:
         # Copied now: on a GPU layer 0 overwrites the embeddings.
         stock.embeds, stock.embedded = embeds.clone(), embedded
         projected = project(embeds, embedded)
@@ -160,11 +169,11 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
             keep(_INPUTS, state.cut_layer, projected[:, : state.cut_layer])
         return projected
 
-    def keep_all(number: int, _: Any, __: Any, call: dict[str, Any]) -> None:
+    def keep_all(number: int, _: object, __: object, call: dict[str, Any]) -> None:
         stock.layer_inputs[number] = state.adapter.view_rows(call["hidden_states"]).clone()
         stock.positions = call["positions"].clone()
 
-    def keep_final(_: Any, __: Any, output: Any) -> None:
+    def keep_final(_: object, __: object, output: ModelOutput) -> None:
         keep(_FINAL, len(model.layers) - 1, compat.layers.get_rows(output))
 
     with (
@@ -179,7 +188,7 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
 
 def run_on_stocks_rows(
     state: ModelState, plan: Plan, stock: Stock
-) -> tuple[torch.Tensor, list[Difference]]:
+) -> tuple[Tensor, list[Difference]]:
     """Run the cut on stock's rows at the cut, and compare each step.
 
     Afterwards stock's K and V of layer S-1 are in the pool.
@@ -222,7 +231,7 @@ class _StepComparer:
     state: ModelState
     stock: Stock
     cached: CachedTokens
-    layers: list[Any]
+    layers: list[TextLayer]
     missing: set[tuple[str, int]]
     found: list[Difference] = field(default_factory=list)
 
@@ -243,7 +252,7 @@ class _StepComparer:
         self.found += compare_keys_and_values(self.state.cut_layer, expected, self.cached.read())
         self.cached.write(expected)
 
-    def compare_and_replace(self, step: str, layer: int, found: torch.Tensor) -> None:
+    def compare_and_replace(self, step: str, layer: int, found: Tensor) -> None:
         """Compare ``found``, the result of a step, and overwrite it with stock's."""
         if (step, layer) == (_OUTPUT, self.state.cut_layer - 1):  # the tail begins
             self.compare_keys_and_values()
@@ -252,20 +261,18 @@ class _StepComparer:
         self.missing.discard((step, layer))
         found.copy_(expected)
 
-    def _compare(
-        self, step: str, layer: int, expected: torch.Tensor, found: torch.Tensor
-    ) -> Difference:
-        of_scores, given = 0.0, None
+    def _compare(self, step: str, layer: int, expected: Tensor, found: Tensor) -> Difference:
+        score_error, given = 0.0, None
         if step == _ATTENTION:
-            of_scores = self._of_scores(layer)
+            score_error = self._measure_scores(layer)
         if step == _OUTPUT:
             given = self.stock.kept.get((_OUTPUT, layer - 1))
         what, tolerance = f"{step} of layer {layer}", _TOLERANCES.get(step, _PROJECTED)
         return rounding.compare_rows(
-            what, expected, found, tolerance, of_scores=of_scores, given=given
+            what, expected, found, tolerance, score_error=score_error, given=given
         )
 
-    def _of_scores(self, layer: int) -> float:
+    def _measure_scores(self, layer: int) -> float:
         """Return the relative error of attention's output that is due to the sums of its scores.
 
         Scores are fp32 sums of head_dim products, which Gemma 4 does not scale down: in sharp heads
@@ -276,20 +283,20 @@ class _StepComparer:
         attention = self.layers[layer].self_attn.attn
         keys = self.state.adapter.get_key_scale(self.layers[attention.layer_id]).abs().max()
         norms = queries.float().norm(dim=-1).max()
-        eps = rounding.get_eps_of_scores(queries)
+        eps = rounding.get_eps_score_error(queries)
         return float(2 * eps * attention.scaling * norms * keys * math.sqrt(width))
 
 
 def _compare_captured(
-    replay: Replay, batch: Any, steps: _StepComparer, rows: torch.Tensor
+    replay: Replay, batch: ForwardBatch, steps: _StepComparer, rows: Tensor
 ) -> Difference:
     """Compare a captured tail with an eager run of its layers on stock's rows, with padding."""
     stock = steps.stock
     inputs = {}
     for name in ("embeds", "embedded"):
-        of_all_rows = getattr(stock, name)
-        if of_all_rows is not None:
-            inputs[name] = of_all_rows[stock.index]
+        all_rows = getattr(stock, name)
+        if all_rows is not None:
+            inputs[name] = all_rows[stock.index]
     return tail_graphs.compare_eager(
         replay,
         rows,
@@ -303,8 +310,8 @@ def _compare_captured(
 
 def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:
     """Return K and V of layer S-1 of the batch's new tokens."""
-    backend, slots = plan.backends.tail_backend, plan.kept_batch.batch.out_cache_loc
-    return compat.pools.get_cached_tokens(backend, state.cut_layer, slots)
+    pool, slots = plan.backends.tail_backend.token_to_kv_pool, plan.kept_batch.batch.out_cache_loc
+    return compat.pools.get_cached_tokens(pool, state.cut_layer, slots)
 
 
 @contextmanager
@@ -327,7 +334,7 @@ def compare_keys_and_values(
 ) -> list[Difference]:
     """Compare K and V of a layer in the pool, each [rows, kv_heads, head_dim]."""
     differences = []
-    for what, one, other in zip(("keys", "values"), expected, found, strict=True):
+    for what, right, written in zip(("keys", "values"), expected, found, strict=True):
         place = f"{what} of layer {layer} in the pool"
-        differences.append(rounding.compare_rows(place, one, other, _PROJECTED))
+        differences.append(rounding.compare_rows(place, right, written, _PROJECTED))
     return differences

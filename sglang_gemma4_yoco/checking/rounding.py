@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 _EPS = torch.finfo(torch.float32).eps
 # Sums are always in fp32: the error of one over 4096 numbers is about sqrt(4096) = 64 eps.
@@ -32,11 +33,11 @@ _FLOOR = 0.25
 _TINY = torch.finfo(torch.float32).tiny  # avoids division by 0
 
 
-def _multiplies_in_tf32(tensor: torch.Tensor) -> bool:
+def _multiplies_in_tf32(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype == torch.float32
 
 
-def get_unit(tensor: torch.Tensor) -> float:
+def get_unit(tensor: Tensor) -> float:
     """Return the relative size of one rounding: eps of the type plus that of fp32 sums."""
     eps = torch.finfo(tensor.dtype).eps
     if _multiplies_in_tf32(tensor):
@@ -44,7 +45,7 @@ def get_unit(tensor: torch.Tensor) -> float:
     return eps + _OF_SUMS
 
 
-def get_eps_of_scores(queries: torch.Tensor) -> float:
+def get_eps_score_error(queries: Tensor) -> float:
     """Return the relative error of fp32 sums of products of queries [..., head_dim] and keys."""
     if _multiplies_in_tf32(queries):
         return _TF32 / math.sqrt(queries.shape[-1])
@@ -100,20 +101,20 @@ def make_defect(what: str) -> Difference:
 
 def compare_rows(
     what: str,
-    expected: torch.Tensor,
-    found: torch.Tensor,
+    expected: Tensor,
+    found: Tensor,
     tolerance: Tolerance,
     *,
-    of_scores: float = 0.0,
-    given: torch.Tensor | None = None,
-    rounded: torch.Tensor | None = None,
+    score_error: float = 0.0,
+    given: Tensor | None = None,
+    rounded: Tensor | None = None,
 ) -> Difference:
     """Return the worst error of ``found``: of all numbers, of one row, or the drift.
 
     Synchronizes with the device. Both are [..., channels], of one type.
 
     Args:
-        of_scores: for a softmax over scores, the relative error due to the scores' errors; all
+        score_error: for a softmax over scores, the relative error due to the scores' errors; all
             channels of a row share it.
         given: [..., channels], the input that the step adds to; errors also scale with its size.
         rounded: the tensor that was rounded, if of another type: SGLang computes fp32 logits from
@@ -126,22 +127,20 @@ def compare_rows(
     right = expected.float().flatten(0, -2)
     error = (found.float().flatten(0, -2) - right) / size
     right = right / size
-    of_rows = error.square().mean(dim=-1)
+    row_errors = error.square().mean(dim=-1)
     drift = (error * right).mean() / right.square().mean().sqrt().clamp_min(_TINY)
-    errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs()])
+    errors = torch.stack([row_errors.mean().sqrt(), row_errors.max().sqrt(), drift.abs()])
     independent = error.numel()
-    if of_scores > 0:
+    if score_error > 0:
         independent = len(error)
     bound = tolerance.roundings * unit
     bounds = (bound, _ONE_ROW * bound, (_DRIFT + _OF_FEW / math.sqrt(independent)) * bound)
     numbers = errors.nan_to_num(math.inf, posinf=math.inf).tolist()
     both = zip(numbers, bounds, strict=True)
-    return find_worst(Difference(what, error, allowed + of_scores) for error, allowed in both)
+    return find_worst(Difference(what, error, allowed + score_error) for error, allowed in both)
 
 
-def _measure(
-    expected: torch.Tensor, given: torch.Tensor | None, tolerance: Tolerance, unit: float
-) -> torch.Tensor:
+def _measure(expected: Tensor, given: Tensor | None, tolerance: Tolerance, unit: float) -> Tensor:
     """Return the sizes for relative errors of [..., channels]: [rows, 1] or [1, channels]."""
     over = 0
     if tolerance.of_rows:
@@ -154,7 +153,7 @@ def _measure(
     return size.clamp_min(max(tolerance.floor * _EPS / unit, _TINY))
 
 
-def measure_sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+def measure_sizes(values: Tensor, dim: int = 0) -> Tensor:
     """Return root mean squares of ``values`` [..., channels] over ``dim`` of [rows, channels].
 
     They are at least about a quarter of the median: a sum that cancels still has the rounding

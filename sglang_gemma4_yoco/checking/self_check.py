@@ -28,6 +28,10 @@ from sglang_gemma4_yoco.checking.synthetic_requests import (
     NotComparableError,
     SyntheticRequests,
 )
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.pools import KeysAndValues
+from sglang_gemma4_yoco.compat.server import ModelRunner
+from sglang_gemma4_yoco.compat.text_model import ModelOutput
 from sglang_gemma4_yoco.core.forward import serve_forward
 from sglang_gemma4_yoco.core.kept_batch import KeptRows
 from sglang_gemma4_yoco.core.plan import Plan
@@ -99,14 +103,14 @@ class CheckResult:
 NOT_WANTED = CheckResult(unchecked=f"{settings.name_of('self_check')}=0")
 
 
-def check_if_wanted(runner: Any, state: ModelState) -> CheckResult:
+def check_if_wanted(runner: ModelRunner, state: ModelState) -> CheckResult:
     """Return the result of ``check_model``, or ``NOT_WANTED`` if the setting disables it."""
     if settings.current.self_check:
         return check_model(runner, state)
     return NOT_WANTED
 
 
-def check_model(runner: Any, state: ModelState) -> CheckResult:
+def check_model(runner: ModelRunner, state: ModelState) -> CheckResult:
     """Run all comparisons on an idle ``ModelRunner``; slots that are written are restored."""
     began = time.monotonic()
     found = list[Difference]()
@@ -126,7 +130,7 @@ def check_model(runner: Any, state: ModelState) -> CheckResult:
 
 @contextmanager
 def run_both_paths(
-    runner: Any, state: ModelState, lengths: Sequence[synthetic_requests.Lengths] = ()
+    runner: ModelRunner, state: ModelState, lengths: Sequence[synthetic_requests.Lengths] = ()
 ) -> Iterator[BothPaths]:
     """Yield both paths, with stock recorded on synthetic requests.
 
@@ -191,7 +195,7 @@ class BothPaths:
             found.append(rounding.make_defect(OTHERS_SLOTS))
         return found
 
-    def compile_kernels(self, runner: Any) -> None:
+    def compile_kernels(self, runner: ModelRunner) -> None:
         """Compile kernels that the comparisons do not use, so that no request waits for them."""
         for number in _OTHER_NUMBERS:
             if number <= runner.max_running_requests:
@@ -210,7 +214,13 @@ class BothPaths:
         forward = _OnStocksRows(state, self._stock.of_rows(kept.indices))
 
         # SGLang passes these by position or by name.
-        def run(input_ids: Any, positions: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:  # noqa: ARG001
+        def run(
+            input_ids: object,  # noqa: ARG001
+            positions: object,  # noqa: ARG001
+            forward_batch: ForwardBatch,
+            *_: object,
+            **__: object,
+        ) -> ModelOutput:
             return serve_forward(get_state(state.model), forward_batch, forward)
 
         with patched(state.model, forward=run):
@@ -230,7 +240,7 @@ class BothPaths:
         """Run a whole forward as in serving, but with stock's rows before the cut."""
         state, given = self._state, self._stock.layer_inputs
 
-        def force(number: int, _: Any, __: Any, call: dict[str, Any]) -> None:
+        def force(number: int, _: object, __: object, call: dict[str, Any]) -> None:
             state.adapter.view_rows(call["hidden_states"]).copy_(given[number])
 
         with layerwise.call_before_layers(state, range(state.cut_layer), force):
@@ -243,7 +253,7 @@ class BothPaths:
         self,
         state: ModelState,
         starts: Sequence[int] | None = None,
-        given: Mapping[int, Any] | None = None,
+        given: Mapping[int, KeysAndValues] | None = None,
         **kind: bool,
     ) -> tuple[ForwardResult, list[Difference]]:
         """Run a forward that must be cut, and compare K and V of the layers before the cut."""

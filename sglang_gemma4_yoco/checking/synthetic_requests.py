@@ -13,9 +13,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.compat.batch import ABSENT, ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.compat.pools import KeysAndValues
+from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.counters import Counters, Outcome
 from sglang_gemma4_yoco.patched import patched
@@ -37,15 +40,15 @@ class Request:
 
     row: int  # its index into ``req_to_token``
     cached: int  # tokens before the new ones
-    ids: torch.Tensor  # [new] int64
-    slots: torch.Tensor  # [cached + new] int64, in the full pool
-    window_slots: torch.Tensor  # the same tokens', in the window's pool
+    ids: Tensor  # [new] int64
+    slots: Tensor  # [cached + new] int64, in the full pool
+    window_slots: Tensor  # the same tokens', in the window's pool
 
 
 class ForwardResult(NamedTuple):
     """The result of one forward."""
 
-    logits: torch.Tensor  # [requests, vocabulary]
+    logits: Tensor  # [requests, vocabulary]
     #: K and V of the new tokens, each [T, kv_heads, head_dim], by layer from 0 to S-1.
     caches: dict[int, KeysAndValues]
     outcome: Outcome | None  # None if it was not counted
@@ -54,12 +57,12 @@ class ForwardResult(NamedTuple):
 class SyntheticRequests:
     """Requests with cached prefixes, for any number of forwards; ``lens``: new tokens."""
 
-    def __init__(self, runner: Any, state: ModelState, requests: Sequence[Request]) -> None:
+    def __init__(self, runner: ModelRunner, state: ModelState, requests: Sequence[Request]) -> None:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
         self._runner, self._state = runner, state
         new = _list_new_slots(requests)
-        find = partial(compat.pools.get_cached_tokens, runner, slots=new)
+        find = partial(compat.pools.get_cached_tokens, runner.token_to_kv_pool, slots=new)
         self._caches = {layer: find(layer) for layer in range(state.cut_layer + 1)}
         self._before = self._others()
 
@@ -87,7 +90,8 @@ class SyntheticRequests:
         # A forward that fails may leave a plan behind.
         own = replace(state, planned_rows=None, counters=Counters(logs=False))
         with own.as_current():
-            logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
+            output: Any = self._runner.forward(batch).logits_output
+            logits = output.next_token_logits.clone()
         if state.off_because is None and own.off_because is not None:  # no forward is cuttable
             self._state.turn_off(own.off_because)
         caches = {layer: cached.read() for layer, cached in self._caches.items()}
@@ -97,10 +101,10 @@ class SyntheticRequests:
         """Return True if a slot was written that holds no new token of these requests."""
         return not all(map(torch.equal, self._before, self._others()))
 
-    def _others(self) -> list[torch.Tensor]:
+    def _others(self) -> list[Tensor]:
         """Return copies of the restored slots, with zeros for new tokens and slot 0 (padding)."""
         end = _find_end(self.requests)
-        others = list[torch.Tensor]()
+        others = list[Tensor]()
         for cached in self._caches.values():
             own = torch.cat([cached.slots.new_zeros(1), cached.slots])
             for cache in (cached.keys, cached.values):
@@ -110,7 +114,7 @@ class SyntheticRequests:
 
 @contextmanager
 def make_synthetic_requests(
-    runner: Any, state: ModelState, lengths: Sequence[Lengths] = ()
+    runner: ModelRunner, state: ModelState, lengths: Sequence[Lengths] = ()
 ) -> Iterator[SyntheticRequests]:
     """Yield requests to run; in the block one row to skip is enough for a batch to be cut.
 
@@ -124,7 +128,7 @@ def make_synthetic_requests(
     window = compat.attention.find_window(state.model.layers)
     lengths = lengths or max(choose_batches(runner, state), key=len)
     requests = _make_requests(runner, state, lengths)
-    table, end = runner.req_to_token_pool.req_to_token, _find_end(requests)
+    table, end = compat.pools.get_request_table(runner).req_to_token, _find_end(requests)
     mapping = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
     places = [table[r.row, : len(r.slots)] for r in requests]
     for layer in range(state.cut_layer + 1):
@@ -145,7 +149,7 @@ def make_synthetic_requests(
         yield SyntheticRequests(runner, state, requests)
 
 
-def choose_batches(runner: Any, state: ModelState) -> list[list[Lengths]]:
+def choose_batches(runner: ModelRunner, state: ModelState) -> list[list[Lengths]]:
     """Return a short request, one at the window's edge and one far beyond it, by batch.
 
     They share one batch, or run in separate ones if the table has too few rows or the pools too few
@@ -157,8 +161,8 @@ def choose_batches(runner: Any, state: ModelState) -> list[list[Lengths]]:
         NotComparableError: the pools have no room for requests like the server's longest prompts.
     """
     window = compat.attention.find_window(state.model.layers)
-    page = runner.token_to_kv_pool_allocator.page_size
-    table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool
+    page = runner.page_size
+    table, pool = compat.pools.get_request_table(runner).req_to_token, runner.token_to_kv_pool
     slots = [len(pool.get_key_buffer(number)) for number in range(state.cut_layer + 1)]
     # The first page of each pool and the first row of the table are reserved.
     pages, rows = min(slots) // page - 1, len(table) - 1
@@ -182,9 +186,11 @@ def choose_batches(runner: Any, state: ModelState) -> list[list[Lengths]]:
     return [requests]
 
 
-def _make_requests(runner: Any, state: ModelState, batch: Sequence[Lengths]) -> list[Request]:
+def _make_requests(
+    runner: ModelRunner, state: ModelState, batch: Sequence[Lengths]
+) -> list[Request]:
     """Return requests of these lengths, with pages shuffled differently in each pool."""
-    page = runner.token_to_kv_pool_allocator.page_size
+    page = runner.page_size
     vocabulary, draw = state.model.config.vocab_size, torch.Generator().manual_seed(0)
     requests, first_page = list[Request](), 1  # the first one is reserved
     for row, (cached, new) in enumerate(batch, start=1):
@@ -205,7 +211,9 @@ def _find_end(requests: Sequence[Request]) -> int:
     return 1 + max(int(slots.max()) for r in requests for slots in (r.slots, r.window_slots))
 
 
-def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], window: int) -> None:
+def _fill_caches(
+    runner: ModelRunner, state: ModelState, requests: Sequence[Request], window: int
+) -> None:
     """Write random K and V into the requests' slots, at the scale of the model's own.
 
     At the edge of the last row's window, the values of the first token inside and the last one
@@ -222,33 +230,40 @@ def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], wi
         for request in requests:
             inside = len(request.slots) - window
             edge = [token for token in (inside - 1, inside) if 0 <= token < request.cached]
-            own = compat.pools.get_cached_tokens(runner, number, request.slots[edge])
+            own = compat.pools.get_cached_tokens(
+                runner.token_to_kv_pool, number, request.slots[edge]
+            )
             values[own.slots] *= min(window, most)
 
 
 def make_prefill_batch(
-    runner: Any, requests: Sequence[Request], *, starts: Sequence[int] | None, finishes: bool
-) -> Any:
+    runner: ModelRunner,
+    requests: Sequence[Request],
+    *,
+    starts: Sequence[int] | None,
+    finishes: bool,
+) -> ForwardBatch:
     """Return the batch of ``SyntheticRequests.run``, with SGLang's fields except for sampling.
 
     The start of a request without input logprobs is its length.
     """
-    size = len(requests)
-    batch = compat.batch.ForwardBatch(
-        forward_mode=compat.batch.ForwardMode.EXTEND,
+    size, fields = len(requests), _list_rows(requests)
+    nothing = [ABSENT] * size
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
         batch_size=size,
         return_logprob=starts is not None,
-        mm_inputs=[None] * size,
-        lora_ids=[None] * size,
+        mm_inputs=nothing,
+        lora_ids=nothing,
         spec_algorithm=compat.batch.SpeculativeAlgorithm.NONE,
         capture_hidden_mode=compat.batch.get_hidden_state_mode(),
-        **_list_rows(requests),
+        **fields,
     )
-    batch.extend_logprob_start_lens_cpu = list(starts or batch.extend_seq_lens_cpu)
+    batch.extend_logprob_start_lens_cpu = list(starts or fields["extend_seq_lens_cpu"])
     compat.batch.mark_chunk(batch, finishes=finishes)
     if starts is not None:
         batch.top_logprobs_nums = [0] * size
-        batch.token_ids_logprobs = [None] * size
+        batch.token_ids_logprobs = nothing
         # The token after each one, 0 after the last; the logprobs are not read.
         following = [torch.nn.functional.pad(r.ids[1:], (0, 1)) for r in requests]
         wanted = [ids[start:] for ids, start in zip(following, starts, strict=True)]
@@ -258,7 +273,7 @@ def make_prefill_batch(
     return batch
 
 
-def _list_new_slots(requests: Sequence[Request]) -> torch.Tensor:
+def _list_new_slots(requests: Sequence[Request]) -> Tensor:
     """Return the slots of the new tokens in the full pool, [T]."""
     return torch.cat([r.slots[r.cached :] for r in requests])
 

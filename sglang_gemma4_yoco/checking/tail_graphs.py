@@ -10,9 +10,9 @@ with stock cover (``checking.self_check``).
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured import graphs
@@ -24,6 +24,7 @@ from sglang_gemma4_yoco.checking.synthetic_requests import (
     Request,
     make_synthetic_requests,
 )
+from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.core import ranks
 
 # For the last layer's normed rows, as if its last products used another kernel.
@@ -31,7 +32,7 @@ TAIL, _TOLERANCE = "the captured tail", Tolerance(2.0)
 DIFFERS = "no graph agrees with the eager layers"
 
 
-def check_graphs(captured: TailGraphs, runner: Any) -> str | None:
+def check_graphs(captured: TailGraphs, runner: ModelRunner) -> str | None:
     """Compare every graph with the eager layers, and drop those that differ, on all ranks.
 
     Returns:
@@ -57,7 +58,7 @@ def check_graphs(captured: TailGraphs, runner: Any) -> str | None:
     return None
 
 
-def compare_graph(captured: TailGraphs, runner: Any, size: int) -> list[Difference]:
+def compare_graph(captured: TailGraphs, runner: ModelRunner, size: int) -> list[Difference]:
     """Compare the graph for ``size`` rows with the eager layers, with the most padding and none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((smaller for smaller in captured.sizes if smaller < size), default=0) + 1
@@ -71,7 +72,7 @@ def compare_graph(captured: TailGraphs, runner: Any, size: int) -> list[Differen
     return found
 
 
-def compare_eager(replay: Replay, found: torch.Tensor, **others: torch.Tensor | None) -> Difference:
+def compare_eager(replay: Replay, found: Tensor, **others: Tensor | None) -> Difference:
     """Compare a replay's result [B, hidden] with an eager run of the same layers.
 
     Args:
@@ -81,7 +82,7 @@ def compare_eager(replay: Replay, found: torch.Tensor, **others: torch.Tensor | 
 
 
 @torch.no_grad()
-def run_eagerly(replay: Replay, **others: torch.Tensor | None) -> torch.Tensor:
+def run_eagerly(replay: Replay, **others: Tensor | None) -> Tensor:
     """Run the captured layers eagerly, padding included: [B, hidden], normed."""
     bucket, kept = replay.bucket, replay.index.shape[0]
     inputs = bucket.inputs.change(torch.clone)

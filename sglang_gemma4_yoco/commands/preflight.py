@@ -16,7 +16,7 @@ from sglang_gemma4_yoco.admission import arguments, third_party
 from sglang_gemma4_yoco.commands.console import CommandError, Report, check_directory
 from sglang_gemma4_yoco.commands.redact import show_flags
 from sglang_gemma4_yoco.compat.backends import list_admitted
-from sglang_gemma4_yoco.core.model import TextModelAdapter
+from sglang_gemma4_yoco.core.model import Adapter
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.prefill_exits import exit_setup
@@ -61,9 +61,7 @@ def _explain(problem: str) -> Iterator[None]:
         raise CommandError(f"{problem} ({why})") from failure
 
 
-def _model(
-    report: Report, args: server_args.ServerArgs
-) -> tuple[ModelConfig, TextModelAdapter | None]:
+def _model(report: Report, args: server_args.ServerArgs) -> tuple[ModelConfig, Adapter | None]:
     """Return the model's config, and its adapter if it has a KV-shared tail."""
     report.begin("Model")
     model: str = resolution_result(args, "model_path")
@@ -92,7 +90,7 @@ def _model(
 
 
 def _server(
-    report: Report, config: ModelConfig, adapter: TextModelAdapter, args: server_args.ServerArgs
+    report: Report, config: ModelConfig, adapter: Adapter, args: server_args.ServerArgs
 ) -> None:
     """Resolve the arguments as a server's scheduler does, and check them; start nothing."""
     ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
@@ -107,7 +105,7 @@ def _server(
         _judge_classes(report, config.hf_config.architectures)
 
 
-def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
+def _prefill_graphs(report: Report, adapter: Adapter) -> None:
     """Refuse flags for prefill graphs with which SGLang would not start."""
     backend = compat.server.get_cuda_graph_backend("prefill")
     if backend is None or compat.release.is_newer_than_tested():
@@ -126,7 +124,7 @@ def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
     )
 
 
-def _judge(report: Report, adapter: TextModelAdapter, argument: Callable[..., object]) -> None:
+def _judge(report: Report, adapter: Adapter, argument: Callable[..., object]) -> None:
     """Check the flags with a server's own code; the rest is known only when a server starts.
 
     Args:

@@ -3,28 +3,14 @@
 Differences between supported releases are handled here.
 """
 
-from sglang_gemma4_yoco.compat import (
-    attention,
-    backends,
-    batch,
-    captured_prefills,
-    decode_graphs,
-    layers,
-    names,
-    pools,
-    release,
-    server,
-)
-
-__all__ = [
-    "attention",
-    "backends",
-    "batch",
-    "captured_prefills",
-    "decode_graphs",
-    "layers",
-    "names",
-    "pools",
-    "release",
-    "server",
-]
+from sglang_gemma4_yoco.compat import attention as attention
+from sglang_gemma4_yoco.compat import backends as backends
+from sglang_gemma4_yoco.compat import batch as batch
+from sglang_gemma4_yoco.compat import captured_prefills as captured_prefills
+from sglang_gemma4_yoco.compat import decode_graphs as decode_graphs
+from sglang_gemma4_yoco.compat import layers as layers
+from sglang_gemma4_yoco.compat import names as names
+from sglang_gemma4_yoco.compat import pools as pools
+from sglang_gemma4_yoco.compat import release as release
+from sglang_gemma4_yoco.compat import server as server
+from sglang_gemma4_yoco.compat import text_model as text_model

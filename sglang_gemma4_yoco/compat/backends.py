@@ -8,7 +8,7 @@ is in ``test/srt/harness/attention_backends.toml``.
 A class is correct for prefills if an extend step writes K and V of all rows to the pools, and if
 each row of a window layer sees the layer's number of keys, its own included. It is correct for the
 tail if a decode step over a donor's K and V sees the keys of the prefill's row, and can be
-captured: it reads only buffers that planning fills.
+captured: it reads only buffers that ``init_forward_metadata_out_graph`` fills.
 """
 
 from collections.abc import Iterable

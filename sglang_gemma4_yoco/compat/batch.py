@@ -4,26 +4,33 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor import forward_batch_info
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode as CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch as ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode as ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as SpeculativeAlgorithm
 
-CaptureHiddenMode = forward_batch_info.CaptureHiddenMode
-ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.ForwardMode
-#: True if SGLang marks batches in which no prompt ends, as 0.5.23 does. Unnecessary without 0.5.22.
-MARKS_CHUNKS = hasattr(ForwardBatch, "contains_last_prefill_chunk")
+#: The field that is False for a batch in which no prompt ends, and whether SGLang has it, as 0.5.23
+#: does. Unnecessary without 0.5.22.
+CHUNK_MARK = "contains_last_prefill_chunk"
+MARKS_CHUNKS = hasattr(ForwardBatch, CHUNK_MARK)
+#: None, for what may be None although SGLang's annotations do not say so.
+ABSENT: Any = None
 
 
-def mark_chunk(batch: Any, *, finishes: bool) -> None:
+def mark_chunk(batch: ForwardBatch, *, finishes: bool) -> None:
     """Mark whether some prompt ends in a batch, if this SGLang marks batches."""
     if MARKS_CHUNKS:
-        batch.contains_last_prefill_chunk = finishes
+        setattr(batch, CHUNK_MARK, finishes)
 
 
-def get_hidden_state_mode() -> Any:
+def get_hidden_state_mode() -> CaptureHiddenMode:
     """Return the ``CaptureHiddenMode`` of every batch of this server."""
     return forward_batch_info.get_server_return_hidden_states_mode()
 
 
-def make_decode_step(requests: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor) -> Any:
+def make_decode_step(
+    requests: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor
+) -> ForwardBatch:
     """Return a decode step of these rows, one per request, that writes no K and V.
 
     It has no attention metadata.
@@ -41,6 +48,6 @@ def make_decode_step(requests: torch.Tensor, lengths: torch.Tensor, positions: t
         req_pool_indices=requests,
         seq_lens=lengths,
         seq_lens_sum=size,
-        out_cache_loc=None,
+        out_cache_loc=ABSENT,
         positions=positions,
     )

@@ -10,18 +10,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+from sglang.srt.model_executor.runner.shape_key import ShapeKey as ShapeKey
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph import (  # noqa: E501
     BreakableCUDAGraph,
     _current_capture_var,
     _weak_ref_if_tensor,
 )
 from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope
+from torch import Tensor
+from transformers import PretrainedConfig
 
 from sglang_gemma4_yoco.compat import layers, server
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.server import PrefillCudaGraphRunner
+from sglang_gemma4_yoco.compat.text_model import Method, ModelOutput, RadixAttention, TextModel
 from sglang_gemma4_yoco.patched import patched
 
+#: A captured prefill.
+PrefillGraph = BreakableCUDAGraph
 #: SGLang's CUDA graph backend that captures segments, with eager attention between them.
 BREAKABLE = "breakable"
 #: The reason why capturing prefills of a model with shared layers fails.
@@ -40,9 +47,9 @@ class ExitPoint(NamedTuple):
     """
 
     segments: int  # number of the graph's segments before it
-    rows: torch.Tensor  # [bucket, hidden], the residual at the input of layer S-1
-    keys: torch.Tensor  # [bucket, kv_heads, head_dim], that layer's
-    values: torch.Tensor
+    rows: Tensor  # [bucket, hidden], the residual at the input of layer S-1
+    keys: Tensor  # [bucket, kv_heads, head_dim], that layer's
+    values: Tensor
 
 
 def are_requested() -> bool:
@@ -52,7 +59,9 @@ def are_requested() -> bool:
 
 
 @contextmanager
-def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None]:
+def capture_with_exits(
+    model: TextModel, config: PretrainedConfig, attention: RadixAttention
+) -> Iterator[None]:
     """Let SGLang capture text prefills in the ``with`` block, and give each graph an exit point.
 
     Args:
@@ -60,20 +69,33 @@ def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None
         config: the config of the multimodal model around it.
         attention: the ``RadixAttention`` of layer S-1.
     """
-    stock, attend = model.forward, attention.forward
+    stock = model.forward
+    attend: Method = attention.forward
 
     @functools.wraps(stock)  # SGLang reads its parameters
     def from_ids(
-        input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **kwargs: Any
-    ) -> Any:
+        input_ids: Tensor | None,
+        positions: Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: Tensor | None = None,
+        **kwargs: object,
+    ) -> ModelOutput:
         if input_ids is not None:  # embeddings are then ignored
             input_embeds, kwargs["per_layer_inputs"] = embed_text(model, config, input_ids)
         return stock(None, positions, forward_batch, input_embeds, **kwargs)
 
-    def noting(q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forward_batch: ForwardBatch,
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor:
         heads = (-1, attention.tp_k_head_num, attention.head_dim)
         _note_exit_point(layers.get_residual(forward_batch), k.view(heads), v.view(heads))
-        return attend(q, k, v, forward_batch, *args, **kwargs)
+        attended: Tensor = attend(q, k, v, forward_batch, *args, **kwargs)
+        return attended
 
     with (
         # In 0.5.22 a break then finds the donor, which has the same heads, window and scale.
@@ -84,7 +106,7 @@ def capture_with_exits(model: Any, config: Any, attention: Any) -> Iterator[None
         yield
 
 
-def _note_exit_point(*tensors: torch.Tensor) -> None:
+def _note_exit_point(*tensors: Tensor) -> None:
     """Record the next break as the exit point of the graph that is being captured, if any."""
     capture = _current_capture_var.get()
     if capture is None:  # a warm-up, or a decode step
@@ -94,7 +116,9 @@ def _note_exit_point(*tensors: torch.Tensor) -> None:
     setattr(graph, _POINT_ENTRY, ExitPoint(segments, *map(_weak_ref_if_tensor, tensors)))
 
 
-def embed_text(model: Any, config: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def embed_text(
+    model: TextModel, config: PretrainedConfig, ids: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Embed text like SGLang's multimodal model in eager mode; can be captured.
 
     Placeholder ids of media, such as a literal ``<image>`` in a text, get the padding's per-layer
@@ -114,7 +138,7 @@ def embed_text(model: Any, config: Any, ids: torch.Tensor) -> tuple[torch.Tensor
     return embeds, model.get_per_layer_inputs(ids)
 
 
-def replay_to_exit(graph: Any) -> ExitPoint:
+def replay_to_exit(graph: PrefillGraph) -> ExitPoint:
     """Run the segments and breaks before the exit point, and return that point."""
     point: ExitPoint = getattr(graph, _POINT_ENTRY)
     first = BreakableCUDAGraph()
@@ -125,6 +149,9 @@ def replay_to_exit(graph: Any) -> ExitPoint:
     return point
 
 
-def list_graphs(backend: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
+def list_graphs(
+    prefills: PrefillCudaGraphRunner,
+) -> dict[ShapeKey, tuple[PrefillGraph, Tensor]]:
     """Return each bucket's graph and output [bucket, hidden], overwritten by the next replay."""
+    backend: Any = prefills.backend  # a breakable one
     return {bucket: (graph, backend._outputs[bucket]) for bucket, graph in backend._graphs.items()}

@@ -8,14 +8,18 @@ import torch
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor import runner as runners
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
+    DecodeInputBuffers as DecodeInputBuffers,
+)
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
 from sglang_gemma4_yoco.compat import server
+from sglang_gemma4_yoco.compat.server import ModelRunner
 
 _RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less than a tenth
 
 
-def get_captured_steps(runner: Any) -> Any | None:
+def get_captured_steps(runner: ModelRunner) -> DecodeCudaGraphRunner | None:
     """Return SGLang's runner of captured decode steps, one graph per batch size, or None."""
     graphs = runner.decode_cuda_graph_runner
     if server.get_cuda_graph_backend("decode") == "full" and isinstance(
@@ -25,22 +29,23 @@ def get_captured_steps(runner: Any) -> Any | None:
     return None
 
 
-def make_graph_backend(decode_steps: Any) -> Any:
+def make_graph_backend(decode_steps: DecodeCudaGraphRunner) -> Any:
     """Return an SGLang graph backend with its own memory pool.
 
     In the pool of SGLang's graphs, memory that is free in a capture may be in use in a replay.
     """
-    backend = type(decode_steps.backend)(decode_steps)
+    kind: Any = type(decode_steps.backend)
+    backend = kind(decode_steps)
     backend._pool = decode_steps.device_module.graph_pool_handle()
     return backend
 
 
 @contextmanager
-def capture_session(decode_steps: Any, backend: Any) -> Iterator[None]:
+def capture_session(decode_steps: DecodeCudaGraphRunner, backend: Any) -> Iterator[None]:
     """Let ``backend`` capture in the block, which all ranks enter together."""
     with (
         # As SGLang does around its own captures: freeing memory in one may abort it.
-        runners.freeze_gc(server.read_argument("enable_cudagraph_gc")),
+        runners.freeze_gc(bool(server.read_argument("enable_cudagraph_gc"))),
         model_capture_mode(),
         graph_capture(stream=decode_steps.stream) as captured,
         backend.capture_session(captured.stream),
@@ -65,7 +70,7 @@ def end_failed_capture(device: torch.device, backend: Any) -> None:
 
     Up to torch 2.13 the random generator stays in capture mode, so the first sampled token would
     end the server, and the allocator keeps allocating in the graph's pool. SGLang pins torch 2.14
-    for CUDA, but is installed with older ones on AMD.
+    for CUDA, but is installed with older ones on AMD; unnecessary once it is not.
 
     Raises:
         RuntimeError: the random generator still fails.

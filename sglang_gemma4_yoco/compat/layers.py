@@ -1,31 +1,34 @@
 """Layers: their outputs, the residual stream, and checks for plain weights."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.layers.linear import LinearBase as LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from torch import Tensor, nn
+
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.text_model import ModelOutput
 
 
-def get_rows(output: Any) -> torch.Tensor:
+def get_rows(output: ModelOutput) -> Tensor:
     """Return the hidden states [T, hidden] of a text model's output, which may be a tuple."""
     if isinstance(output, tuple):
-        output = output[0]
-    rows: torch.Tensor = output
-    return rows
+        return output[0]
+    return output
 
 
-def is_plain_tensor(weight: Any) -> bool:
+def is_plain_tensor(weight: object) -> bool:
     """Return True for plain weights: not of a tensor subclass, as torchao's quantised ones are.
 
     ``isinstance(weight, torch.nn.Parameter)`` is True for those too, but ``issubclass`` is not.
     """
     kind = type(weight)
-    return kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)
+    return kind is Tensor or issubclass(kind, torch.nn.Parameter)
 
 
-def is_plain_linear(projection: Any) -> bool:
+def is_plain_linear(projection: nn.Module) -> TypeGuard[nn.Linear]:
     """Return True if a linear layer is ``x @ weight.T``, so that its outputs can be sliced."""
     weight: Any = getattr(projection, "weight", None)
     return (
@@ -39,23 +42,23 @@ def is_plain_linear(projection: Any) -> bool:
     )
 
 
-def get_residual(forward_batch: Any) -> torch.Tensor:
+def get_residual(forward_batch: ForwardBatch) -> Tensor:
     """Return the residual [T, hidden] at the attention of a layer of this batch."""
-    residual: torch.Tensor = residual_batch.written_residual(forward_batch)
+    residual: Tensor = residual_batch.written_residual(forward_batch)
     return residual
 
 
-def start_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
+def start_residual(forward_batch: ForwardBatch, hidden_states: Tensor) -> None:
     """Begin the batch's residual stream with ``hidden_states``."""
     residual_batch.start(forward_batch)
     write_residual(forward_batch, hidden_states)
 
 
-def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
+def write_residual(forward_batch: ForwardBatch, hidden_states: Tensor) -> None:
     """Put ``hidden_states`` into the batch's residual stream."""
     residual_batch.set_written(hidden_states, forward_batch)
 
 
-def end_residual(forward_batch: Any) -> None:
+def end_residual(forward_batch: ForwardBatch) -> None:
     """Free the residual's memory."""
     forward_batch.residual_stream = None

@@ -6,52 +6,14 @@ listed here, those of one model in its own file, as ``TextModelNames``.
 
 import inspect
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
-
 from sglang_gemma4_yoco.compat import attention, batch, release
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
-# Fields of a batch that the tail rewrites or that eligibility depends on. A renamed one would pass
-# as unset. Any other missing symbol raises an error where it is used, at the latest in the check
-# at start.
-_FIELDS = (
-    "batch_size",
-    "capture_hidden_mode",
-    "extend_logprob_start_lens_cpu",
-    "extend_num_tokens",
-    "extend_prefix_lens",
-    "extend_prefix_lens_cpu",
-    "extend_seq_lens",
-    "extend_seq_lens_cpu",
-    "extend_start_loc",
-    "forward_mode",
-    "full_prefill_cuda_graph_capture",
-    "input_embeds",
-    "input_ids",
-    "kv_loc_cols",
-    "lora_ids",
-    "mm_input_embeds",
-    "mm_inputs",
-    "multi_item_delimiter_indices",
-    "out_cache_loc",
-    "positions",
-    "replace_embeds",
-    "req_pool_indices",
-    "residual_stream",
-    "return_hidden_states_before_norm",
-    "return_logprob",
-    "sampling_info",
-    "seq_lens",
-    "seq_lens_sum",
-    "spec_algorithm",
-    "spec_info",
-    "token_indices_to_pool",
-)
 _REMEDY = "Install a supported SGLang, or a newer sglang-gemma4-yoco"
 
 
@@ -122,18 +84,24 @@ def _has_signature(function: Any | None, wanted: str) -> bool:
     return ", ".join(parameters) == wanted
 
 
-def _missing() -> Iterator[str]:
+def _missing(fields: Iterable[str]) -> Iterator[str]:
     """Yield the symbols needed for all models that the installed SGLang lacks."""
     wanted = "self, forward_batch"
     if not _has_signature(attention.AttentionBackend.init_forward_metadata, wanted):
         yield f"AttentionBackend.init_forward_metadata({wanted})"
-    for name in _FIELDS:
+    for name in fields:
         if name not in batch.ForwardBatch.__dataclass_fields__:
             yield f"ForwardBatch.{name}"
 
 
-def check_names() -> None:
-    """Raise ``IncompatibleError``, with the remedy, if a symbol is missing."""
-    missing = "; ".join(_missing())
+def check_names(fields: Iterable[str]) -> None:
+    """Raise ``IncompatibleError``, with the remedy, if a symbol is missing.
+
+    Args:
+        fields: those of ``ForwardBatch`` that are read or written by a string with their name. If
+            they had another name, nothing would raise an error. Any other missing symbol raises one
+            where it is used, at the latest in the check at start, and mypy names it.
+    """
+    missing = "; ".join(_missing(fields))
     if missing:
         raise release.IncompatibleError(f"SGLang {release.INSTALLED} lacks {missing}. {_REMEDY}")

@@ -6,8 +6,13 @@ import torch
 from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.debug_utils.dumper import DumperConfig
 from sglang.srt.debug_utils.dumper import dumper as dumper
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.environ import envs
+from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import (
+    PrefillCudaGraphRunner as PrefillCudaGraphRunner,
+)
 from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs
 
@@ -52,7 +57,7 @@ def read_variable(name: str) -> Any | None:
     return getattr(envs, name).get()
 
 
-def find_server_args() -> Any | None:
+def find_server_args() -> ServerArgs | None:
     """Return the server arguments as SGLang published them, or None."""
     try:
         return get_server_args()
@@ -65,25 +70,26 @@ def is_single_rank() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
-def get_tensor_parallel_group() -> Any | None:
+def get_tensor_parallel_group() -> GroupCoordinator | None:
     """Return SGLang's tensor-parallel group coordinator; None for a single rank."""
     if (read_argument("tp_size") or 1) == 1:
         return None
-    return get_parallel().tp_group
+    group: GroupCoordinator = get_parallel().tp_group
+    return group
 
 
-def get_cuda_graph_backend(of: str) -> str | None:
-    """Return this server's CUDA graph backend for "prefill" or "decode", or None."""
-    of_phase = getattr(read_argument("cuda_graph_config"), of, None)
-    name: str | None = getattr(of_phase, "backend", None)
+def get_cuda_graph_backend(phase: str) -> str | None:
+    """Return this server's CUDA graph backend for a phase, "prefill" or "decode", or None."""
+    config = getattr(read_argument("cuda_graph_config"), phase, None)
+    name: str | None = getattr(config, "backend", None)
     if name == "disabled":
         return None
     return name
 
 
-def get_captured_prefills(runner: Any) -> Any | None:
+def get_captured_prefills(runner: ModelRunner) -> PrefillCudaGraphRunner | None:
     """Return SGLang's prefill graph runner, or None: SGLang may ignore the flags."""
-    prefills = getattr(runner, "prefill_cuda_graph_runner", None)
+    prefills: PrefillCudaGraphRunner | None = getattr(runner, "prefill_cuda_graph_runner", None)
     if isinstance(prefills, EagerRunner):
         return None
     return prefills

@@ -5,14 +5,23 @@ metadata is made right after the runner's, before the forward: later the schedul
 tables that are read for it.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco.compat.attention import AttentionBackend
+from sglang_gemma4_yoco.compat.batch import ABSENT, ForwardBatch, ForwardMode
+from sglang_gemma4_yoco.compat.server import ModelRunner
+from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.core.kept_batch import rewrite_batch
 from sglang_gemma4_yoco.patched import patched
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 
 class BackendPair:
@@ -25,26 +34,31 @@ class BackendPair:
             untested releases, whose decode steps may count the keys of a window differently.
     """
 
-    def __init__(self, main_backend: Any, tail_backend: Any) -> None:
+    def __init__(self, main_backend: AttentionBackend, tail_backend: TritonAttnBackend) -> None:
         self.main_backend = main_backend
         self.tail_backend = tail_backend
         self.decodes = not compat.release.is_newer_than_tested()
 
-    def call_after_init(self, plan_batch: Callable[[Any], None]) -> AbstractContextManager[None]:
+    def call_after_init(
+        self, plan_batch: Callable[[ForwardBatch], None]
+    ) -> AbstractContextManager[None]:
         """In the ``with`` block call ``plan_batch`` after ``main_backend`` has made its metadata.
 
-        It is not called for decode steps.
+        It is not called for decode steps. Unnecessary once SGLang calls plugins for each batch
+        whose metadata exists.
         """
         stock = self.main_backend.init_forward_metadata
 
-        def init_forward_metadata(forward_batch: Any) -> None:
+        def init_forward_metadata(forward_batch: ForwardBatch) -> None:
             stock(forward_batch)
-            if forward_batch.forward_mode is not compat.batch.ForwardMode.DECODE:
+            if forward_batch.forward_mode is not ForwardMode.DECODE:
                 plan_batch(forward_batch)
 
         return patched(self.main_backend, init_forward_metadata=init_forward_metadata)
 
-    def init_tail_metadata(self, forward_batch: Any, fields: Mapping[str, object]) -> Any:
+    def init_tail_metadata(
+        self, forward_batch: ForwardBatch, fields: Mapping[str, object]
+    ) -> object:
         """Return the attention metadata of the kept rows; the next call may overwrite its buffers.
 
         Args:
@@ -56,11 +70,11 @@ class BackendPair:
                 compat.attention.init_tail_metadata(backend, forward_batch)
             return getattr(backend, "forward_metadata", None)
         finally:
-            backend.forward_metadata = None
+            backend.forward_metadata = ABSENT
 
     @contextmanager
     def running_tail(
-        self, forward_batch: Any, fields: Mapping[str, object], metadata: Any
+        self, forward_batch: ForwardBatch, fields: Mapping[str, object], metadata: object
     ) -> Iterator[None]:
         """In the ``with`` block ``tail_backend`` is current, and the batch has these fields.
 
@@ -77,7 +91,9 @@ class BackendPair:
             yield
 
 
-def build_pair(runner: Any, model: Any, table: compat.backends.BackendTable) -> BackendPair | None:
+def build_pair(
+    runner: ModelRunner, model: TextModel, table: compat.backends.BackendTable
+) -> BackendPair | None:
     """Return the backends of a runner; None, with a log line, if the tail's cannot be built.
 
     Args:

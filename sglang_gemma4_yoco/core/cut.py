@@ -6,11 +6,11 @@ on ``[T] * (S - 1) + [B] * (L - S + 1)`` rows. For E2B (S = 15, L = 35) and a pr
 """
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.text_model import ModelOutput
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.plan import Plan
@@ -21,8 +21,8 @@ OTHER_ROWS = "the model's rows are not those of the batch"
 
 
 def run_prefill(
-    state: ModelState, plan: Plan, positions: torch.Tensor, stock: Callable[[], Any]
-) -> Any:
+    state: ModelState, plan: Plan, positions: Tensor, stock: Callable[[], ModelOutput]
+) -> ModelOutput:
     """Run one forward that is cut.
 
     Args:
@@ -65,9 +65,9 @@ def make_inputs(state: ModelState, plan: Plan) -> PerLayerInputs:
 def finish_prefill(
     state: ModelState,
     plan: Plan,
-    output: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
+    output: Tensor,
+    rows: Tensor,
+    positions: Tensor,
     inputs: PerLayerInputs,
 ) -> None:
     """Write K and V of the donor, and run the tail.
@@ -91,14 +91,14 @@ def finish_prefill(
 
 
 def write_donor_keys_and_values(
-    state: ModelState, plan: Plan, rows: torch.Tensor, positions: torch.Tensor
+    state: ModelState, plan: Plan, rows: Tensor, positions: Tensor
 ) -> None:
     """Write K and V of layer S-1 for all rows, from its input [T, ...]."""
     donor, backends = state.tail_layers[0], plan.backends
     k, v = state.adapter.compute_keys_and_values(donor, rows, positions)
     compat.pools.write_keys_and_values(
         backends.main_backend,
-        backends.tail_backend,
+        backends.tail_backend.token_to_kv_pool,
         donor.self_attn.attn,
         plan.kept_batch.batch,
         k,

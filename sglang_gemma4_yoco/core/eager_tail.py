@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco.core.backend_pair import BackendPair
 from sglang_gemma4_yoco.core.kept_batch import KeptBatch
@@ -21,7 +20,7 @@ class EagerTail:
     state: ModelState
     backends: BackendPair
     kept_batch: KeptBatch
-    metadata: Any
+    metadata: object
     buffers: Buffers | None = None
 
     @classmethod
@@ -32,10 +31,10 @@ class EagerTail:
 
     def run(
         self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        get_inputs: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor:
+        rows: Tensor,
+        positions: Tensor,
+        get_inputs: Callable[[], Tensor | None],
+    ) -> Tensor:
         """Return the kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
         state, batch, index = self.state, self.kept_batch.batch, self.kept_batch.index
         kept, kept_positions = rows.index_select(0, index), positions.index_select(0, index)

@@ -6,12 +6,11 @@ decision depends only on host fields, which are the same on every rank. Server-w
 ``admission/``.
 """
 
-from typing import Any
-
 from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.compat.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.core import worth
 from sglang_gemma4_yoco.core.interfaces import Eligible
-from sglang_gemma4_yoco.core.kept_batch import KeptRows
+from sglang_gemma4_yoco.core.kept_batch import REWRITTEN, KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.refusal import Refusal
 
@@ -45,20 +44,23 @@ INELIGIBLE_FIELDS = {
     "full_prefill_cuda_graph_capture": CAPTURING,
 }
 
+#: Fields that are read or written by a string with their name; a missing one is found at load.
+FIELDS_BY_NAME = {*INELIGIBLE_FIELDS, *REWRITTEN}
+
 # NULL captures no row, LAST the last one of each request, FULL every row.
 _LAST_ROW_CAPTURES = (
     None,
-    compat.batch.CaptureHiddenMode.NULL,
-    compat.batch.CaptureHiddenMode.LAST,
+    CaptureHiddenMode.NULL,
+    CaptureHiddenMode.LAST,
 )
 
 
-def is_prefill(mode: Any) -> bool:
+def is_prefill(mode: object) -> bool:
     """Return True for a prefill's mode; by identity, because SGLang's modes equal integers."""
-    return mode is compat.batch.ForwardMode.EXTEND or mode is compat.batch.ForwardMode.MIXED
+    return mode is ForwardMode.EXTEND or mode is ForwardMode.MIXED
 
 
-def find_ineligible_reason(state: ModelState, forward_batch: Any) -> Refusal | None:
+def find_ineligible_reason(state: ModelState, forward_batch: ForwardBatch) -> Refusal | None:
     """Return why this batch must run as stock, or None if it may be cut."""
     found = check_eligibility(state, forward_batch)
     if isinstance(found, Refusal):
@@ -66,7 +68,7 @@ def find_ineligible_reason(state: ModelState, forward_batch: Any) -> Refusal | N
     return None
 
 
-def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refusal:
+def check_eligibility(state: ModelState, forward_batch: ForwardBatch) -> Eligible | Refusal:
     """Decide whether this batch may be cut.
 
     Args:
@@ -94,7 +96,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | Refus
     return reason or eligible
 
 
-def _find_rows(state: ModelState, forward_batch: Any) -> Eligible:
+def _find_rows(state: ModelState, forward_batch: ForwardBatch) -> Eligible:
     """Return the rows of a batch that are read, and the captured tail's bucket for them."""
     kept, intermediate = find_kept_rows(forward_batch), is_intermediate_chunk(forward_batch)
     bucket = None
@@ -103,9 +105,9 @@ def _find_rows(state: ModelState, forward_batch: Any) -> Eligible:
     return Eligible(kept, intermediate, bucket)
 
 
-def _check_fields(state: ModelState, forward_batch: Any) -> Refusal | None:
+def _check_fields(state: ModelState, forward_batch: ForwardBatch) -> Refusal | None:
     for name, reason in INELIGIBLE_FIELDS.items():
-        value = getattr(forward_batch, name, None)
+        value = getattr(forward_batch, name)
         if value is not None and value is not False:  # ``in`` would compare tensors elementwise
             return reason
     # Index i captures the input of layer i, which has all rows only up to the cut layer.
@@ -123,7 +125,7 @@ def _check_fields(state: ModelState, forward_batch: Any) -> Refusal | None:
     return None
 
 
-def _find_drafts(forward_batch: Any) -> str | None:
+def _find_drafts(forward_batch: ForwardBatch) -> str | None:
     """Return the server's speculative decoding algorithm, or None."""
     algorithm = forward_batch.spec_algorithm
     if algorithm is None or algorithm.is_none():
@@ -131,7 +133,7 @@ def _find_drafts(forward_batch: Any) -> str | None:
     return str(getattr(algorithm, "name", algorithm))
 
 
-def _check_lengths(forward_batch: Any) -> Refusal | None:
+def _check_lengths(forward_batch: ForwardBatch) -> Refusal | None:
     lens = forward_batch.extend_seq_lens_cpu
     prefixes = forward_batch.extend_prefix_lens_cpu
     if type(lens) is not list or type(prefixes) is not list:
@@ -151,16 +153,18 @@ def _check_lengths(forward_batch: Any) -> Refusal | None:
     return None
 
 
-def find_kept_rows(forward_batch: Any) -> KeptRows:
+def find_kept_rows(forward_batch: ForwardBatch) -> KeptRows:
     """Return the rows of an extend batch whose logits the sampler and the logprobs read."""
     lens, prefix_lens = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+    assert lens is not None, "the batch is eligible"
+    assert prefix_lens is not None, "the batch is eligible"
     starts = None
     if forward_batch.return_logprob:
         starts = forward_batch.extend_logprob_start_lens_cpu
     return KeptRows.suffixes(lens, prefix_lens, starts)
 
 
-def is_intermediate_chunk(forward_batch: Any) -> bool:
+def is_intermediate_chunk(forward_batch: ForwardBatch) -> bool:
     """Return True if no row of an eligible batch is read, because it only fills the KV cache.
 
     SGLang discards the token sampled from an unfinished chunk. It also counts the decoding requests
@@ -169,27 +173,26 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     draft may continue from the token sampled from a chunk. Nor does a custom logit processor:
     SGLang calls it on the logits of each chunk, and it may remember them.
     """
-    if not compat.batch.MARKS_CHUNKS or forward_batch.contains_last_prefill_chunk:
+    if getattr(forward_batch, compat.batch.CHUNK_MARK, True):
         return False
     sampling = forward_batch.sampling_info
     if sampling is not None and sampling.has_custom_logit_processor:
         return False
     capture = forward_batch.capture_hidden_mode
-    if (
-        capture not in (None, compat.batch.CaptureHiddenMode.NULL)
-        or _find_drafts(forward_batch) is not None
-    ):
+    if capture not in (None, CaptureHiddenMode.NULL) or _find_drafts(forward_batch) is not None:
         return False
-    lens = forward_batch.extend_seq_lens_cpu
-    if min(lens) == 1:
+    lens = forward_batch.extend_seq_lens_cpu or ()
+    if min(lens, default=1) == 1:
         return False
     if not forward_batch.return_logprob:
         return True
-    starts = forward_batch.extend_logprob_start_lens_cpu
+    starts = forward_batch.extend_logprob_start_lens_cpu or ()
     return all(start >= n for start, n in zip(starts, lens, strict=True))
 
 
-def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> Refusal | None:
+def _check_rows(
+    state: ModelState, forward_batch: ForwardBatch, eligible: Eligible
+) -> Refusal | None:
     kept = eligible.kept
     if kept.count == kept.total:
         return NOTHING_TO_SKIP
@@ -211,7 +214,7 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> Re
     return None
 
 
-def is_multimodal(forward_batch: Any) -> bool:
+def is_multimodal(forward_batch: ForwardBatch) -> bool:
     """Return True if some request has images, video or audio.
 
     Before its forward a batch has ``mm_inputs``; then SGLang sets ``mm_input_embeds`` instead.

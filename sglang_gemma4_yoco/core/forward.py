@@ -20,8 +20,11 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.compat.batch import ForwardBatch, ForwardMode
+from sglang_gemma4_yoco.compat.text_model import Method, ModelOutput, TextModel
 from sglang_gemma4_yoco.core import cut, eligibility, planning
 from sglang_gemma4_yoco.core.interfaces import Forward
 from sglang_gemma4_yoco.core.model import NotCuttableError
@@ -34,23 +37,23 @@ _FAILS = f"it failed {LIMIT} times in a row and is off in this process"
 GIVEN_UP = ServerRefusal(_FAILS, level=logging.ERROR)
 
 
-def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_model_forward(stock: Method) -> Method:
     """Return a text model's forward, wrapped to cut prefills of models that have a state."""
 
     @wraps(stock)
     def forward(
-        self: Any,
-        input_ids: Any,
-        positions: Any,
-        forward_batch: Any,
-        input_embeds: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        self: TextModel,
+        input_ids: object,
+        positions: Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: Tensor | None = None,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         try:  # models without a state may be third-party, and their batches too
             mode = forward_batch.forward_mode
             is_stock = (
-                mode is compat.batch.ForwardMode.DECODE  # first: most forwards are decode steps
+                mode is ForwardMode.DECODE  # first: most forwards are decode steps
                 or torch.compiler.is_compiling()
                 or STATE_ENTRY not in self.__dict__
                 or not eligibility.is_prefill(mode)
@@ -70,12 +73,12 @@ def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def is_wrapped(function: Any) -> bool:
+def is_wrapped(function: object) -> bool:
     """Return True if a text model's forward is this package's wrapper."""
     return getattr(function, "__globals__", None) is globals()
 
 
-def serve_forward(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
+def serve_forward(state: ModelState, forward_batch: ForwardBatch, forward: Forward) -> ModelOutput:
     """Run a forward on the path chosen for its batch, and return the model's output."""
     rows = getattr(forward_batch, "extend_num_tokens", None) or 0
     state.planned_rows = None
@@ -96,7 +99,7 @@ def serve_forward(state: ModelState, forward_batch: Any, forward: Forward) -> An
     return forward.stock()
 
 
-def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
+def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> ModelOutput:
     output = forward.fast(plan)
     if state.after_cut is not None:
         output = state.after_cut(forward, plan, output)
@@ -136,18 +139,18 @@ class EagerForward:
     """
 
     state: ModelState
-    positions: torch.Tensor
-    embeds: torch.Tensor | None
-    run: Callable[[], Any]
-    copy: torch.Tensor | None = None
+    positions: Tensor
+    embeds: Tensor | None
+    run: Callable[[], ModelOutput]
+    copy: Tensor | None = None
 
-    def fast(self, plan: Plan) -> Any:
+    def fast(self, plan: Plan) -> ModelOutput:
         """Run it on the fast path."""
         if self.embeds is not None:
             self.copy = self.embeds.clone()
         return cut.run_prefill(self.state, plan, self.positions, self.run)
 
-    def stock(self) -> Any:
+    def stock(self) -> ModelOutput:
         """Run it as stock, on the original embeddings."""
         if self.embeds is not None and self.copy is not None:
             self.embeds.copy_(self.copy)

@@ -1,38 +1,17 @@
-"""Interfaces that the packages above core implement.
+"""Interfaces that the packages above core implement."""
 
-``CapturedTail`` and ``TailBucket`` have one implementation each (``captured/graphs.py``), which
-needs the state of ``core``; with these interfaces the state does not need it in turn.
-"""
+from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
-
+from sglang_gemma4_yoco.compat.text_model import ModelOutput
 from sglang_gemma4_yoco.core.kept_batch import KeptRows
-from sglang_gemma4_yoco.core.plan import Plan, TailRunner
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.refusal import Refusal
 
-
-class TailBucket(Protocol):
-    """The tail, captured in a CUDA graph for a number of rows."""
-
-    def fill(self, live: Any, index: torch.Tensor) -> TailRunner:
-        """Fill the graph's inputs for rows ``index`` [B] of the batch ``live``; return a runner."""
-
-
-class CapturedTail(Protocol):
-    """The tail, captured for some numbers of rows."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The buckets' sizes, in rows, ascending."""
-
-    def bucket_for(self, kept: KeptRows) -> TailBucket | None:
-        """Return the smallest bucket for these rows; None if they cannot be replayed."""
-
-    def close(self) -> None:
-        """Free all graphs."""
+if TYPE_CHECKING:
+    from sglang_gemma4_yoco.captured.graphs import Bucket
 
 
 class Eligible(NamedTuple):
@@ -46,7 +25,7 @@ class Eligible(NamedTuple):
 
     kept: KeptRows
     is_intermediate_chunk: bool
-    bucket: TailBucket | None
+    bucket: Bucket | None
 
 
 class CapturedFront(Protocol):
@@ -62,12 +41,12 @@ class CapturedFront(Protocol):
 class Forward(Protocol):
     """A forward that can be run on either path."""
 
-    def fast(self, plan: Plan) -> Any:
+    def fast(self, plan: Plan) -> ModelOutput:
         """Run it on the fast path, and return the model's output."""
 
-    def stock(self) -> Any:
+    def stock(self) -> ModelOutput:
         """Run it as stock, from its initial state, and return the model's output."""
 
 
 #: Called with a forward that was cut, its plan and its output; returns the output for the model.
-AfterCut = Callable[[Forward, Plan, Any], Any]
+AfterCut = Callable[[Forward, Plan, ModelOutput], ModelOutput]

@@ -20,13 +20,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.batch import ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.patched import patched
+
+#: Fields of a batch that the tail rewrites and nothing reads before.
+REWRITTEN = (
+    "extend_prefix_lens",
+    "extend_start_loc",
+    "global_num_token_non_padded_cpu",
+    "kv_loc_cols",
+    "positions",
+)
 
 
 @dataclass(frozen=True)
@@ -116,19 +124,19 @@ class KeptBatch:
     kept: KeptRows
     index: torch.Tensor
     decodes: bool
-    _batch: weakref.ref[Any]
+    _batch: weakref.ref[ForwardBatch]
     #: On the device ``lens``, ``prefix_lens`` and ``start_loc``, each padded to a multiple of 4.
     _lists: torch.Tensor
 
     @property
-    def batch(self) -> Any:
+    def batch(self) -> ForwardBatch:
         """SGLang's ``ForwardBatch``, which is alive while its forward runs."""
         batch = self._batch()
         assert batch is not None, "a kept batch is used after its batch has been freed"
         return batch
 
     @classmethod
-    def of(cls, forward_batch: Any, kept: KeptRows, *, decodes: bool) -> KeptBatch:
+    def of(cls, forward_batch: ForwardBatch, kept: KeptRows, *, decodes: bool) -> KeptBatch:
         """Return the kept rows of an eligible batch.
 
         Nothing is read from the device, and all host values go there in one copy. No tensor shares
@@ -137,7 +145,7 @@ class KeptBatch:
         Args:
             decodes: run the tail as a decode step if each request keeps one row.
         """
-        device = forward_batch.extend_seq_lens.device
+        device = forward_batch.seq_lens.device
         # Triton compiles another kernel for tensors that are not aligned to 16 bytes, or 4 numbers
         # of 4 bytes: 1 number of padding follows the lengths of 3 requests.
         padding = [0] * (-len(kept.lens) % 4)
@@ -161,6 +169,7 @@ class KeptBatch:
         Computed on first use, before the batch is rewritten; a captured tail uses none.
         """
         kept, index, batch = self.kept, self.index, self.batch
+        assert batch.extend_seq_lens is not None, "it is an extend batch"
         lists = self._lists.to(batch.extend_seq_lens.dtype).view(3, -1)
         lens, prefix_lens, start_loc = lists[:, : len(kept.lens)]
         fields: dict[str, object] = {
@@ -175,10 +184,10 @@ class KeptBatch:
         }
         if self.decodes:
             # out_cache_loc stays [T]: it is not used in this mode.
-            fields["forward_mode"] = compat.batch.ForwardMode.DECODE
+            fields["forward_mode"] = ForwardMode.DECODE
         else:
             fields |= {
-                "forward_mode": compat.batch.ForwardMode.EXTEND,
+                "forward_mode": ForwardMode.EXTEND,
                 # KV-shared layers read K and V of this chunk from these slots, one per query row.
                 "out_cache_loc": batch.out_cache_loc.index_select(0, index),
                 # The same rows of the iteration's translated slots.
@@ -189,7 +198,9 @@ class KeptBatch:
         return fields
 
 
-def rewrite_batch(forward_batch: Any, fields: Mapping[str, object]) -> AbstractContextManager[None]:
+def rewrite_batch(
+    forward_batch: ForwardBatch, fields: Mapping[str, object]
+) -> AbstractContextManager[None]:
     """Set ``fields`` on the batch in the ``with`` block, then restore the same objects.
 
     The residual stream, which belongs to the rows, is restored too.

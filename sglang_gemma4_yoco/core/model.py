@@ -10,17 +10,8 @@ streams of Gemma 3n.
 layers. Each reads K and V of one layer before S. Layer S-1, the last one with its own K and V, is
 the donor (the KV source layer of the tail). The cut is inside the donor, which is not layer 0.
 
-**Attributes.** Outside of its file these attributes of a text model are read:
-
-- ``config.num_hidden_layers`` (L), ``config.num_kv_shared_layers`` (L - S), ``config.hidden_size``
-  and ``config.vocab_size``;
-- ``layers``, all L of them; ``self_attn.attn`` of each is its ``RadixAttention``, whose
-  ``layer_id`` is that of the layer whose K and V it reads;
-- ``norm``, a module that is called once, with the rows after the last layer;
-- ``layers_to_capture``, a list, if present;
-- with per-layer inputs, ``project_per_layer_inputs``, ``per_layer_model_projection``,
-  ``embed_tokens_per_layer`` and ``hidden_size_per_layer_input``, as in Gemma 4. A model without
-  ``per_layer_model_projection`` has no per-layer inputs.
+**Attributes.** ``compat/text_model.py`` has the attributes of a text model and of its layers that
+are read outside of its file. ``layers_to_capture``, a list, is read if present.
 
 **Calls.** SGLang calls the model with ``input_ids``, ``positions``, ``forward_batch``,
 ``input_embeds`` (the caller's embeddings, or None), in this order, and possibly more. The model
@@ -41,14 +32,16 @@ Otherwise review the bounds: one that is too small turns a correct path off, and
 large hides a defect. Break the file on purpose, and see the check fail.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco.compat.backends import BackendTable
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.names import TextModelNames
+from sglang_gemma4_yoco.compat.text_model import Method
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 OTHER_END = "the model does something else between its layers and its norm"
@@ -62,7 +55,11 @@ class NotCuttableError(Exception):
     """
 
 
-class TextModelAdapter(Protocol):
+_Model = TypeVar("_Model", contravariant=True)
+_Layer = TypeVar("_Layer", contravariant=True)
+
+
+class TextModelAdapter(Protocol[_Model, _Layer]):
     """One class of text models; the modules of ``models/`` implement it.
 
     Attributes:
@@ -80,18 +77,18 @@ class TextModelAdapter(Protocol):
     CUTS_MEDIA: bool
     LEAVES_CAPTURED_PREFILLS: bool
 
-    def find_unsupported_reason(self, model: Any) -> ServerRefusal | None:
+    def find_unsupported_reason(self, model: _Model) -> ServerRefusal | None:
         """Return why no forward of this model, which has KV-shared layers, can be cut; or None."""
 
-    def get_row_shape(self, model: Any) -> tuple[int, ...]:
+    def get_row_shape(self, model: _Model) -> tuple[int, ...]:
         """Return the shape of one row of the residual stream: (hidden,) for Gemma 4."""
 
-    def view_rows(self, residual: torch.Tensor) -> torch.Tensor:
+    def view_rows(self, residual: Tensor) -> Tensor:
         """Return the residual stream of the layers as a view with its rows first."""
 
     def stop_before_cut(
-        self, model: Any, cut: int, project: Callable[..., Any]
-    ) -> AbstractContextManager[list[torch.Tensor]]:
+        self, model: _Model, cut: int, project: Method
+    ) -> AbstractContextManager[list[Tensor]]:
         """Stop the model's forward before layer ``cut``, without its norm, in the ``with`` block.
 
         Yield a list. Instead of the norm, the residual [T, ...] at the input of layer ``cut`` is
@@ -106,8 +103,8 @@ class TextModelAdapter(Protocol):
         """
 
     def compute_keys_and_values(
-        self, layer: Any, rows: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: _Layer, rows: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return K and V of all rows, as the stock layer would write them.
 
         Reads nothing from the current batch: it also runs at start, on rows of zeros.
@@ -123,13 +120,13 @@ class TextModelAdapter(Protocol):
 
     def run_tail(
         self,
-        model: Any,
-        layers: list[Any],
-        batch: Any,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        inputs: torch.Tensor | None,
-    ) -> torch.Tensor:
+        model: _Model,
+        layers: Sequence[_Layer],
+        batch: ForwardBatch,
+        rows: Tensor,
+        positions: Tensor,
+        inputs: Tensor | None,
+    ) -> Tensor:
         """Run the donor, the layers after it, and the model's code after its last layer.
 
         It is captured in a CUDA graph: it neither synchronizes nor depends on values, shapes follow
@@ -148,7 +145,7 @@ class TextModelAdapter(Protocol):
             [B, hidden], normed.
         """
 
-    def get_key_scale(self, layer: Any) -> torch.Tensor:
+    def get_key_scale(self, layer: _Layer) -> Tensor:
         """Return the scale of the keys of a layer with its own K and V, by channel: [head_dim].
 
         The weight of their norm, or about their root mean square if there is no norm. The check at
@@ -157,3 +154,7 @@ class TextModelAdapter(Protocol):
         fp32 models reject right prefills; with ten thousand times as much, scores that are off by
         10 % pass.
         """
+
+
+#: The adapter of some text model.
+Adapter = TextModelAdapter[Any, Any]

@@ -7,16 +7,18 @@ Rows and layers are independent, so the results are the same.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.patched import patched
 
 
-def can_be_split(model: Any) -> bool:
+def can_be_split(model: TextModel) -> bool:
     """Return True if this model projects all of its per-layer inputs with plain weights."""
     projection = getattr(model, "per_layer_model_projection", None)
     if projection is None or not compat.layers.is_plain_linear(projection):
@@ -27,8 +29,8 @@ def can_be_split(model: Any) -> bool:
 
 
 def project_layers(
-    model: Any, embeds: torch.Tensor, embedded: torch.Tensor | None, start: int, stop: int
-) -> torch.Tensor:
+    model: TextModel, embeds: Tensor, embedded: Tensor | None, start: int, stop: int
+) -> Tensor:
     """Return the per-layer inputs of layers [start, stop), computed by the stock function.
 
     It sees a model that has these layers only. Unnecessary once it takes a range of layers.
@@ -43,12 +45,12 @@ def project_layers(
     width = model.hidden_size_per_layer_input
     weight = model.per_layer_model_projection.weight[start * width : stop * width]
 
-    def project_columns(rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def project_columns(rows: Tensor) -> tuple[Tensor, None]:
         return functional.linear(rows, weight), None
 
     config = SimpleNamespace(num_hidden_layers=stop - start)
     with patched(model, config=config, per_layer_model_projection=project_columns):
-        projected: torch.Tensor = type(model).project_per_layer_inputs(model, embeds, embedded)
+        projected: Tensor = type(model).project_per_layer_inputs(model, embeds, embedded)
     return projected
 
 
@@ -60,8 +62,8 @@ class Buffers(NamedTuple):
         embedded: [B, L - cut, width], for their per-layer embeddings, or None.
     """
 
-    embeds: torch.Tensor
-    embedded: torch.Tensor | None
+    embeds: Tensor
+    embedded: Tensor | None
 
 
 @dataclass(eq=False)
@@ -75,18 +77,16 @@ class PerLayerInputs:
         split: ``can_be_split(model)``.
     """
 
-    model: Any
+    model: TextModel
     cut: int
-    index: torch.Tensor
+    index: Tensor
     buffers: Buffers | None
     split: bool
-    _projected: torch.Tensor | None = None
-    _embeds: Any = None
-    _embedded: torch.Tensor | None = None
+    _projected: Tensor | None = None
+    _embeds: Tensor | None = None
+    _embedded: Tensor | None = None
 
-    def project(
-        self, embeds: torch.Tensor, embedded: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+    def project(self, embeds: Tensor, embedded: Tensor | None = None) -> Tensor | None:
         """Project the inputs of the layers before the cut, and keep the sources of the tail's.
 
         Args:
@@ -121,9 +121,9 @@ class PerLayerInputs:
             return getattr(self.model, "per_layer_model_projection", None) is None
         return self.buffers is None or (self._embedded is None) == (self.buffers.embedded is None)
 
-    def get_kept(self) -> torch.Tensor | None:
+    def get_kept(self) -> Tensor | None:
         """Return the tail's per-layer inputs, [B, L - cut, width], or None."""
-        if self.split:
+        if self.split and self._embeds is not None:
             stop = self.model.config.num_hidden_layers
             return project_layers(self.model, self._embeds, self._embedded, self.cut, stop)
         if self._projected is None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco.core.backend_pair import BackendPair
 from sglang_gemma4_yoco.core.kept_batch import KeptBatch
@@ -20,10 +20,10 @@ class TailRunner(Protocol):
 
     def run(
         self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        get_inputs: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor:
+        rows: Tensor,
+        positions: Tensor,
+        get_inputs: Callable[[], Tensor | None],
+    ) -> Tensor:
         """Return the kept rows [B, hidden], normed.
 
         Args:

@@ -5,9 +5,9 @@ metadata is made here. Any other batch gets the reason. The model's forward take
 batch.
 """
 
-from typing import Any
-
 from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.eager_tail import EagerTail
 from sglang_gemma4_yoco.core.kept_batch import KeptBatch
@@ -21,7 +21,7 @@ PLAN_ENTRY = "_yoco_plan"
 NOT_PLANNED = Refusal("the tail's attention was not planned for this batch")
 
 
-def plan_batch(model: Any, forward_batch: Any) -> None:
+def plan_batch(model: TextModel, forward_batch: ForwardBatch) -> None:
     """Decide on a batch whose attention metadata SGLang has made, and store the decision on it.
 
     On failure the exception is stored, and the batch's forward counts it like any other.
@@ -42,7 +42,7 @@ def plan_batch(model: Any, forward_batch: Any) -> None:
     setattr(forward_batch, PLAN_ENTRY, decided)
 
 
-def make_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
+def make_plan(state: ModelState, forward_batch: ForwardBatch) -> Plan | Refusal:
     """Return the plan of a batch, or the reason why it runs as stock."""
     eligible = eligibility.check_eligibility(state, forward_batch)
     if isinstance(eligible, Refusal):
@@ -63,7 +63,7 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
     return Plan(kept_batch, backends, runner, outcome)
 
 
-def take_plan(state: ModelState, forward_batch: Any) -> Plan | Refusal:
+def take_plan(state: ModelState, forward_batch: ForwardBatch) -> Plan | Refusal:
     """Pop the decision stored on the batch, or return why there is none.
 
     Two things can change between planning and the forward: a graph is being captured (on AMD SGLang

@@ -7,18 +7,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.text_model import TextConfig, TextLayer, TextModel
 from sglang_gemma4_yoco.core.backend_pair import BackendPair
-from sglang_gemma4_yoco.core.interfaces import AfterCut, CapturedFront, CapturedTail
-from sglang_gemma4_yoco.core.model import TextModelAdapter
+from sglang_gemma4_yoco.core.interfaces import AfterCut, CapturedFront
+from sglang_gemma4_yoco.core.model import Adapter
 from sglang_gemma4_yoco.core.per_layer import can_be_split
 from sglang_gemma4_yoco.counters import Counters, served
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
+
+if TYPE_CHECKING:
+    from sglang_gemma4_yoco.captured.graphs import TailGraphs
 
 #: The attribute of a model with its ``ModelState``.
 STATE_ENTRY = "_yoco_state"
@@ -67,11 +72,11 @@ class ModelState:
         counters: counters of its forwards: this process's, or a check's own.
     """
 
-    model: Any
-    adapter: TextModelAdapter
+    model: TextModel
+    adapter: Adapter
     off_because: ServerRefusal | None
     backends: BackendPair | None = None
-    captured: CapturedTail | None = None
+    captured: TailGraphs | None = None
     front: CapturedFront | None = None
     after_cut: AfterCut | None = None
     failures_in_a_row: int = 0
@@ -94,7 +99,7 @@ class ModelState:
         return first - 1
 
     @cached_property
-    def tail_layers(self) -> list[Any]:
+    def tail_layers(self) -> list[TextLayer]:
         """Layers S-1 to L-1; the first is the donor."""
         return list(self.model.layers)[self.cut_layer :]
 
@@ -123,7 +128,7 @@ class ModelState:
             described += f", the tail's by {tail}"
         return described
 
-    def attach(self, plan_batch: Callable[[Any, Any], None]) -> None:
+    def attach(self, plan_batch: Callable[[TextModel, ForwardBatch], None]) -> None:
         """Attach this state to the model.
 
         Args:
@@ -168,7 +173,7 @@ class ModelState:
         log.log_error(f"YOCO fast prefill is off for this server: {refusal}; {found}")
 
 
-def first_shared_layer(config: Any) -> int | None:
+def first_shared_layer(config: TextConfig) -> int | None:
     """Return S, the first layer that reads an earlier layer's K and V; None without a tail.
 
     The multi-token-prediction assistant has none: all its layers are shared, and none writes K
@@ -181,13 +186,13 @@ def first_shared_layer(config: Any) -> int | None:
     return None
 
 
-def find_state(model: Any) -> ModelState | None:
+def find_state(model: TextModel) -> ModelState | None:
     """Return the state of ``model``, or None."""
     state: ModelState | None = model.__dict__.get(STATE_ENTRY)
     return state
 
 
-def get_state(model: Any) -> ModelState:
+def get_state(model: TextModel) -> ModelState:
     """Return the state of ``model``, which must have one."""
     state: ModelState = model.__dict__[STATE_ENTRY]
     return state

@@ -5,19 +5,26 @@ all streams, reads one, and corrects all with its update. So K and V of the dono
 prediction for all rows; the rest of the layer is needed for kept rows only.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from __future__ import annotations
 
-import torch
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.names import TextModelNames
+from sglang_gemma4_yoco.compat.text_model import Method, RadixAttention, TextModel
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
+
+if TYPE_CHECKING:
+    from sglang.srt.models.gemma3n_causal import Gemma3nDecoderLayer, Gemma3nTextModel
 
 #: The weight of the keys' norm, as in Gemma 4.
 get_key_scale = gemma4.get_key_scale
@@ -46,39 +53,39 @@ MODEL_TYPES: tuple[str, ...] = ("gemma3n_text",)
 ATTENTION_BACKENDS = compat.backends.make_table(compat.backends.GEMMA3N)
 
 
-def find_unsupported_reason(model: Any) -> ServerRefusal | None:
+def find_unsupported_reason(model: TextModel) -> ServerRefusal | None:
     """Return why this ``Gemma3nTextModel`` cannot be cut, or None."""
     layer, attention = _causal.Gemma3nDecoderLayer, _causal.Gemma3nAttention
     return gemma4.find_donor_reason(model, layer, attention)
 
 
-def get_row_shape(model: Any) -> tuple[int, ...]:
+def get_row_shape(model: Gemma3nTextModel) -> tuple[int, ...]:
     """Return ``(streams, hidden)``."""
     return model.config.altup_num_inputs, model.config.hidden_size
 
 
-def view_rows(residual: torch.Tensor) -> torch.Tensor:
+def view_rows(residual: Tensor) -> Tensor:
     """Return [streams, T, hidden] as [T, streams, hidden]."""
     return residual.transpose(0, 1)
 
 
 @contextmanager
-def stop_before_cut(
-    model: Any, cut: int, project: Callable[..., Any]
-) -> Iterator[list[torch.Tensor]]:
+def stop_before_cut(model: Gemma3nTextModel, cut: int, project: Method) -> Iterator[list[Tensor]]:
     """End the model's loop before layer ``cut``, with a single row, which is cheap to merge.
 
-    Instead of the norm of that row the model returns the first stream of all rows.
+    Instead of the norm of that row the model returns the first stream of all rows. Unnecessary once
+    the model's forward takes a range of layers.
     """
-    *layers, last = list(model.layers)[:cut]
-    residuals, at_cut = list[torch.Tensor](), list[torch.Tensor]()
+    layers: list[Any] = list(model.layers)[:cut]
+    last = layers.pop()
+    residuals, at_cut = list[Tensor](), list[Tensor]()
 
-    def run_last(**call: Any) -> torch.Tensor:
-        residual: torch.Tensor = last(**call)
+    def run_last(**call: object) -> Tensor:
+        residual: Tensor = last(**call)
         residuals.append(residual)
         return residual[:, :1]
 
-    def leave_out_norm(_: torch.Tensor) -> torch.Tensor:
+    def leave_out_norm(_: Tensor) -> Tensor:
         if len(residuals) != 1:
             raise NotCuttableError(OTHER_END)
         at_cut.append(view_rows(residuals[0]))
@@ -92,8 +99,8 @@ def stop_before_cut(
 
 
 def compute_keys_and_values(
-    layer: Any, rows: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    layer: Gemma3nDecoderLayer, rows: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return K and V of every row [T, streams, hidden], each [T, kv_heads, head_dim]."""
     predicted = layer.altup.predict(rows.transpose(0, 1))
     normed = layer.input_layernorm(predicted[layer.config.altup_active_idx])
@@ -101,22 +108,23 @@ def compute_keys_and_values(
 
 
 def run_tail(
-    model: Any,
-    layers: list[Any],
-    batch: Any,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    inputs: torch.Tensor | None,
-) -> torch.Tensor:
+    model: TextModel,
+    layers: Sequence[Gemma3nDecoderLayer],
+    batch: ForwardBatch,
+    rows: Tensor,
+    positions: Tensor,
+    inputs: Tensor | None,
+) -> Tensor:
     """Run the model's own forward with these layers only, and merge the streams: [B, hidden].
 
     The streams that it makes of the embeddings are dropped: the first layer gets those at the cut.
     """
     residual = rows.transpose(0, 1).contiguous()
 
-    def run_first(**call: Any) -> Any:
+    def run_first(**call: object) -> Tensor:
         call["hidden_states"] = residual
-        return layers[0](**call)
+        updated: Tensor = layers[0](**call)
+        return updated
 
     embeds = rows.new_ones(len(rows), model.config.hidden_size)
     stock = inspect.unwrap(type(model).forward)
@@ -127,15 +135,19 @@ def run_tail(
         own_layers = [run_first, *layers[1:]]
         own = patched(model, layers=own_layers, project_per_layer_inputs=lambda *_: inputs)
         stack.enter_context(own)
-        merged: torch.Tensor = stock(model, None, positions, batch, embeds)
+        merged: Tensor = stock(model, None, positions, batch, embeds)
     return merged
 
 
-def _flatten_heads(attention: Any) -> AbstractContextManager[None]:
-    """Flatten the attention's output to [B, heads * head_dim], which the stock layer projects."""
-    attend = attention.forward
+def _flatten_heads(attention: RadixAttention) -> AbstractContextManager[None]:
+    """Flatten the attention's output to [B, heads * head_dim], which the stock layer projects.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return attend(*args, **kwargs).flatten(1)
+    Unnecessary once the layer does it (docs/upstream/gemma3n_attention_output.md).
+    """
+    attend: Method = attention.forward
+
+    def forward(*args: object, **kwargs: object) -> Tensor:
+        attended: Tensor = attend(*args, **kwargs)
+        return attended.flatten(1)
 
     return patched(attention, forward=forward)

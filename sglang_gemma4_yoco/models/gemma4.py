@@ -6,18 +6,27 @@ kept rows only. Once its K and V are in the pool, it runs on SGLang's code path 
 layers.
 """
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.names import TextModelNames
+from sglang_gemma4_yoco.compat.text_model import Method, TextAttention, TextModel
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
+
+if TYPE_CHECKING:
+    from sglang.srt.models.gemma3n_causal import Gemma3nAttention
+    from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
 _MODULE = "sglang.srt.models.gemma4_causal"
 _causal: Any = compat.names.find_object(_MODULE)
@@ -48,12 +57,14 @@ MODEL_TYPES: tuple[str, ...] = ("gemma4_text", "gemma4_unified_text")
 ATTENTION_BACKENDS = compat.backends.make_table(compat.backends.GEMMA4)
 
 
-def find_unsupported_reason(model: Any) -> ServerRefusal | None:
+def find_unsupported_reason(model: TextModel) -> ServerRefusal | None:
     """Return why this ``Gemma4TextModel``, which has KV-shared layers, cannot be cut; or None."""
     return find_donor_reason(model, _causal.Gemma4DecoderLayer, _causal.Gemma4Attention)
 
 
-def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> ServerRefusal | None:
+def find_donor_reason(
+    model: TextModel, layer_class: type, attention_class: type
+) -> ServerRefusal | None:
     """Return why the donor is not a layer of these classes that can be cut, or None."""
     number = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
     if number < 1:
@@ -68,39 +79,41 @@ def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> S
     return None
 
 
-def share_own_keys_and_values(attention: Any) -> AbstractContextManager[None]:
+def share_own_keys_and_values(attention: TextAttention) -> AbstractContextManager[None]:
     """Run the donor's attention on SGLang's KV-shared code path in the ``with`` block.
 
-    It shares its own K and V, which are already in the pool.
+    It shares its own K and V, which are already in the pool. Unnecessary once a layer can be called
+    without K and V.
     """
     own = attention.attn.layer_id
     return patched(attention, is_kv_shared_layer=True, kv_shared_layer_index=own)
 
 
-def get_row_shape(model: Any) -> tuple[int, ...]:
+def get_row_shape(model: TextModel) -> tuple[int, ...]:
     """Return ``(hidden,)``."""
     return (model.config.hidden_size,)
 
 
-def view_rows(residual: torch.Tensor) -> torch.Tensor:
+def view_rows(residual: Tensor) -> Tensor:
     """Return the same tensor: [T, hidden]."""
     return residual
 
 
 @contextmanager
-def stop_before_cut(
-    model: Any, cut: int, project: Callable[..., Any]
-) -> Iterator[list[torch.Tensor]]:
-    """End the model's loop before layer ``cut``, and skip its norm."""
+def stop_before_cut(model: TextModel, cut: int, project: Method) -> Iterator[list[Tensor]]:
+    """End the model's loop before layer ``cut``, and skip its norm.
 
-    def leave_out_norm(rows: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+    Unnecessary once the model's forward takes a range of layers.
+    """
+
+    def leave_out_norm(rows: Tensor, *others: object, **settings: object) -> Tensor:
         # A second argument is an update that must still be added to the residual.
         if others or settings:
             raise NotCuttableError(OTHER_END)
         at_cut.append(rows)
         return rows
 
-    at_cut = list[torch.Tensor]()
+    at_cut = list[Tensor]()
     with (
         patched(model, end_layer=cut, project_per_layer_inputs=project),
         patched(model.norm, forward=leave_out_norm),
@@ -109,16 +122,16 @@ def stop_before_cut(
 
 
 def compute_keys_and_values(
-    layer: Any, rows: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    layer: Gemma4DecoderLayer, rows: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return K and V of every row [T, hidden], each [T, kv_heads, head_dim]."""
     normed = layer.input_layernorm(rows)
     return project_keys_and_values(layer.self_attn, normed, positions)
 
 
 def project_keys_and_values(
-    attention: Any, normed: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    attention: Gemma4Attention | Gemma3nAttention, normed: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return K and V of every row, as the stock layer would write them.
 
     Plain weights are sliced. With quantised or packed weights, or a bias, all columns are computed,
@@ -147,7 +160,7 @@ def project_keys_and_values(
     return k.unflatten(-1, (heads, head_dim)), v.unflatten(-1, (heads, head_dim))
 
 
-def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+def _norm_heads(norm: nn.Module, rows: Tensor, heads: int, head_dim: int) -> Tensor:
     """Return the RMS norm of each head, by the stock layer's kernel on this device.
 
     Args:
@@ -170,18 +183,18 @@ def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> tor
             eps=norm.eps,
         )
         return rows
-    normed: torch.Tensor = norm(rows.unflatten(-1, (heads, head_dim)))
+    normed: Tensor = norm(rows.unflatten(-1, (heads, head_dim)))
     return normed.flatten(-2)
 
 
 def run_tail(
-    model: Any,
-    layers: list[Any],
-    batch: Any,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    inputs: torch.Tensor | None,
-) -> torch.Tensor:
+    model: TextModel,
+    layers: Sequence[Gemma4DecoderLayer],
+    batch: ForwardBatch,
+    rows: Tensor,
+    positions: Tensor,
+    inputs: Tensor | None,
+) -> Tensor:
     """Run the layers and the norm: [B, hidden]; the batch holds the residual stream."""
     try:
         with share_own_keys_and_values(layers[0].self_attn):
@@ -198,11 +211,11 @@ def run_tail(
                 )
     finally:
         compat.layers.end_residual(batch)
-    normed: torch.Tensor = model.norm(rows)
+    normed: Tensor = model.norm(rows)
     return normed
 
 
-def get_key_scale(layer: Any) -> torch.Tensor:
+def get_key_scale(layer: Gemma4DecoderLayer) -> Tensor:
     """Return the weight of the keys' norm, [head_dim]."""
-    weight: torch.Tensor = layer.self_attn.k_norm.weight
+    weight: Tensor = layer.self_attn.k_norm.weight
     return weight

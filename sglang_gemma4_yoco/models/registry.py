@@ -1,18 +1,17 @@
 """The registry of text models whose prefills can be cut, with their adapters."""
 
-from typing import Any
-
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.model import TextModelAdapter
+from sglang_gemma4_yoco.compat.text_model import TextModel
+from sglang_gemma4_yoco.core.model import Adapter
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 
 #: The adapters, one per model.
-MODELS: list[TextModelAdapter] = [gemma4, gemma3n]
+MODELS: list[Adapter] = [gemma4, gemma3n]
 
 
-def list_text_models() -> dict[type, TextModelAdapter]:
+def list_text_models() -> dict[type[TextModel], Adapter]:
     """Return SGLang's text model classes and their adapters, even if it lacks other symbols."""
-    found = dict[type, TextModelAdapter]()
+    found = dict[type[TextModel], Adapter]()
     for adapter in MODELS:
         text_model = compat.names.find_object(adapter.SGLANG.text_model)
         if text_model is not None:
@@ -20,13 +19,13 @@ def list_text_models() -> dict[type, TextModelAdapter]:
     return found
 
 
-def list_cuttable_models() -> list[Any]:
+def list_cuttable_models() -> list[type[TextModel]]:
     """Return the text model classes whose symbols SGLang has."""
     known = list_text_models().items()
     return [model for model, adapter in known if compat.names.find_missing(adapter.SGLANG) is None]
 
 
-def find_adapter(model: Any) -> TextModelAdapter:
+def find_adapter(model: TextModel) -> Adapter:
     """Return the adapter of a model of one of these classes, or of a derived class.
 
     Raises:
@@ -38,7 +37,7 @@ def find_adapter(model: Any) -> TextModelAdapter:
     raise TypeError(f"{type(model).__name__} has no adapter in models/registry.py")
 
 
-def find_adapter_by_type(model_type: str) -> TextModelAdapter | None:
+def find_adapter_by_type(model_type: str) -> Adapter | None:
     """Return the adapter of models whose config has this ``model_type``, or None."""
     for adapter in MODELS:
         if model_type in adapter.MODEL_TYPES:

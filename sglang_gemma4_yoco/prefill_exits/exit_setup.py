@@ -8,15 +8,15 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-import torch
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking import exit_check, rounding, self_check, synthetic_requests
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.self_check import CheckResult
+from sglang_gemma4_yoco.compat.server import ModelRunner
+from sglang_gemma4_yoco.compat.text_model import ModelOutput
 from sglang_gemma4_yoco.core import ranks
+from sglang_gemma4_yoco.core.interfaces import Forward
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.patched import patched
@@ -46,7 +46,7 @@ def _is_repaired_for(state: ModelState) -> bool:
     return state.adapter.LEAVES_CAPTURED_PREFILLS and state.off_because is None and is_repaired()
 
 
-def repair_capture(runner: Any, state: ModelState) -> AbstractContextManager[None]:
+def repair_capture(runner: ModelRunner, state: ModelState) -> AbstractContextManager[None]:
     """Fix SGLang's capture of this model's prefills in the ``with`` block, if that is wanted.
 
     Unnecessary once SGLang has both changes of ``compat.captured_prefills``; the exits still are.
@@ -62,7 +62,7 @@ def repair_capture(runner: Any, state: ModelState) -> AbstractContextManager[Non
     return compat.captured_prefills.capture_with_exits(state.model, runner.model.config, donor)
 
 
-def add_closed_exits(runner: Any, state: ModelState) -> None:
+def add_closed_exits(runner: ModelRunner, state: ModelState) -> None:
     """Add exits to the prefills that SGLang has captured in ``repair_capture``; they are closed."""
     prefill_runner = compat.server.get_captured_prefills(runner)
     # If SGLang captured decode steps only, the prefills are those of an earlier capture.
@@ -79,14 +79,14 @@ def add_closed_exits(runner: Any, state: ModelState) -> None:
     state.on_close(partial(setattr, runner, "prefill_cuda_graph_runner", None))
 
 
-def find_exits(runner: Any) -> Exits | None:
+def find_exits(runner: ModelRunner) -> Exits | None:
     """Return the exits of this runner's captured prefills, or None."""
     prefill_runner = compat.server.get_captured_prefills(runner)
     exits: Exits | None = getattr(prefill_runner, EXITS_ENTRY, None)
     return exits
 
 
-def open_exits(runner: Any, state: ModelState) -> None:
+def open_exits(runner: ModelRunner, state: ModelState) -> None:
     """Open the exits of captured prefills if they agree with stock, before the server serves."""
     exits = find_exits(runner)
     if exits is None:
@@ -106,7 +106,7 @@ def open_exits(runner: Any, state: ModelState) -> None:
     log.log_once(f"YOCO fast prefill: exits from captured prefills are {fact}", level)
 
 
-def check_exits(runner: Any, state: ModelState, exits: Exits) -> CheckResult:
+def check_exits(runner: ModelRunner, state: ModelState, exits: Exits) -> CheckResult:
     """Compare a synthetic prefill that leaves at an exit with its full replay.
 
     It finishes its prompts; without a captured tail it is an intermediate chunk, since only these
@@ -116,7 +116,7 @@ def check_exits(runner: Any, state: ModelState, exits: Exits) -> CheckResult:
         return self_check.NOT_WANTED
     found = list[Difference]()
 
-    def compare(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
+    def compare(forward: Forward, plan: Plan, output: ModelOutput) -> ModelOutput:
         found.extend(exit_check.compare_exit(forward, plan, output))
         return output
 

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured.graphs import Replay
-from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint, PrefillGraph, ShapeKey
+from sglang_gemma4_yoco.compat.server import PrefillCudaGraphRunner
+from sglang_gemma4_yoco.compat.text_model import Method, ModelOutput, TextModel
 from sglang_gemma4_yoco.core.eligibility import TOO_LITTLE, is_multimodal
 from sglang_gemma4_yoco.core.forward import serve_forward
 from sglang_gemma4_yoco.core.interfaces import Eligible
@@ -50,7 +53,7 @@ class Exits:
 
     def __init__(self) -> None:
         self.are_open = False
-        self.batch: Any = None
+        self.batch: ForwardBatch | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -80,7 +83,7 @@ class Exits:
         return OUTCOMES[outcome]
 
 
-def add_exits(model: Any, config: Any, prefills: Any) -> Exits:
+def add_exits(model: TextModel, config: Any, prefills: PrefillCudaGraphRunner) -> Exits:
     """Patch ``prefills``, SGLang's runner of captured prefills, to leave them at their exits.
 
     The exits are closed. Multimodal prompts are kept out of the graphs, cut or not. Only SGLang's
@@ -90,7 +93,7 @@ def add_exits(model: Any, config: Any, prefills: Any) -> Exits:
         config: the multimodal model's.
     """
     exits, embed = Exits(), partial(compat.captured_prefills.embed_text, model, config)
-    graphs = compat.captured_prefills.list_graphs(prefills.backend)
+    graphs = compat.captured_prefills.list_graphs(prefills)
     for _, output in graphs.values():
         output.zero_()  # rows that are no longer written must be finite
     stock_can_run_graph = prefills.can_run_graph
@@ -98,11 +101,11 @@ def add_exits(model: Any, config: Any, prefills: Any) -> Exits:
 
     # Unnecessary once SGLang's own rejects batches with media
     # (docs/upstream/ids_and_embeddings.md).
-    def can_run_graph(forward_batch: Any) -> bool:
+    def can_run_graph(forward_batch: ForwardBatch) -> bool:
         return not is_multimodal(forward_batch) and bool(stock_can_run_graph(forward_batch))
 
     # Unnecessary once SGLang passes the live batch to the backend's ``replay``.
-    def execute(forward_batch: Any, **kwargs: Any) -> Any:
+    def execute(forward_batch: ForwardBatch, **kwargs: object) -> object:
         state = get_state(model)
         state.front, exits.batch = exits, forward_batch
         try:
@@ -110,7 +113,7 @@ def add_exits(model: Any, config: Any, prefills: Any) -> Exits:
         finally:
             state.front, exits.batch = None, None
 
-    def replay(bucket: Any, static_batch: Any, **kwargs: Any) -> Any:
+    def replay(bucket: ShapeKey, static_batch: ForwardBatch, **kwargs: object) -> ModelOutput:
         state, (graph, output) = get_state(model), graphs[bucket]
         forward = ExitForward(
             state=state,
@@ -120,11 +123,11 @@ def add_exits(model: Any, config: Any, prefills: Any) -> Exits:
             static_batch=static_batch,
             stock=partial(stock_replay, bucket, static_batch, **kwargs),
         )
+        assert exits.batch is not None, "``execute`` calls this"
         return serve_forward(state, exits.batch, forward)
 
-    prefills.can_run_graph = can_run_graph
-    prefills.execute = execute
-    prefills.backend.replay = replay
+    vars(prefills).update(can_run_graph=can_run_graph, execute=execute)
+    vars(prefills.backend).update(replay=replay)
     return exits
 
 
@@ -143,22 +146,22 @@ class ExitForward:
     """
 
     state: ModelState
-    embed: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]
-    graph: Any
-    output: torch.Tensor
-    static_batch: Any
-    stock: Callable[[], torch.Tensor]
+    embed: Method
+    graph: PrefillGraph
+    output: Tensor
+    static_batch: ForwardBatch
+    stock: Callable[[], Tensor]
     point: ExitPoint | None = None
 
-    def fast(self, plan: Plan) -> torch.Tensor:
+    def fast(self, plan: Plan) -> Tensor:
         """Run it up to the exit, write K and V, and replay the tail: [bucket, hidden]."""
         self.point = point = compat.captured_prefills.replay_to_exit(self.graph)
         # Rows after those of the live batch are padding, of which nothing may be written.
         total = plan.kept_batch.kept.total
         keys, values = point.keys[:total], point.values[:total]
-        main, tail = plan.backends.main_backend, plan.backends.tail_backend
+        main, pool = plan.backends.main_backend, plan.backends.tail_backend.token_to_kv_pool
         donor = self.state.tail_layers[0].self_attn.attn
-        compat.pools.write_keys_and_values(main, tail, donor, plan.kept_batch.batch, keys, values)
+        compat.pools.write_keys_and_values(main, pool, donor, plan.kept_batch.batch, keys, values)
         if plan.runner is not None:
             assert isinstance(plan.runner, Replay)
             index = plan.kept_batch.index

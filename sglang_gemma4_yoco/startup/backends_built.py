@@ -1,13 +1,14 @@
 """The moment when SGLang's runner has built its attention backends: admit the server or not."""
 
 from functools import partial
-from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.admission import arguments, order
 from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.compat.server import ModelRunner
+from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.core import planning
 from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.models import registry
@@ -16,7 +17,7 @@ from sglang_gemma4_yoco.models import registry
 _FEW, _MANY = 2, 257
 
 
-def start_model(runner: Any, model: Any) -> None:
+def start_model(runner: ModelRunner, model: TextModel) -> None:
     """Give the model its state, which says whether its prefills may be cut."""
     previous = find_state(model)
     if previous is not None:
@@ -33,7 +34,7 @@ def start_model(runner: Any, model: Any) -> None:
 
 
 @torch.no_grad()
-def _compile_kernels(runner: Any, state: ModelState) -> None:
+def _compile_kernels(runner: ModelRunner, state: ModelState) -> None:
     """Compile the kernels for K and V without queries, which stock never runs.
 
     Otherwise the first request would wait for the compiler. Never raises: that request can retry.

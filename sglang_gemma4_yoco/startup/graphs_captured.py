@@ -2,20 +2,21 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import tail_graphs
+from sglang_gemma4_yoco.compat.server import ModelRunner
+from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.core import kept_batch
 from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 from sglang_gemma4_yoco.startup import checked
 
 
-def prepare_capture(runner: Any, model: Any) -> AbstractContextManager[None]:
+def prepare_capture(runner: ModelRunner, model: TextModel) -> AbstractContextManager[None]:
     """Free the tail's graphs, and return a context in which SGLang captures its own."""
     state = find_state(model)
     if state is None:
@@ -27,7 +28,7 @@ def prepare_capture(runner: Any, model: Any) -> AbstractContextManager[None]:
     return exit_setup.repair_capture(runner, state)
 
 
-def set_up(runner: Any, model: Any) -> None:
+def set_up(runner: ModelRunner, model: TextModel) -> None:
     """Capture the tail; the first time, run the checks too."""
     state = find_state(model)
     if state is None:
@@ -38,7 +39,7 @@ def set_up(runner: Any, model: Any) -> None:
             _set_up_admitted(runner, state)
 
 
-def _set_up_admitted(runner: Any, state: ModelState) -> None:
+def _set_up_admitted(runner: ModelRunner, state: ModelState) -> None:
     # At a recapture the server is already serving. SGLang's scheduler captures between two batches
     # and may have launched the last one on another stream. Synchronize before anything is freed,
     # zeroed or used.

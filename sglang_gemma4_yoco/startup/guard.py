@@ -1,20 +1,23 @@
 """The guard around every call from a wrapped method of SGLang, apart from a model's forward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco.compat.text_model import Method, TextModel
 from sglang_gemma4_yoco.core import planning
 from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
+#: Wraps a method of SGLang.
+Wrap = Callable[[Method], Method]
+
 NOT_SET_UP = ServerRefusal("it could not be set up", is_logged=False)
 
 
 @contextmanager
-def guarded(failed: str, models: Sequence[Any] = ()) -> Iterator[None]:
+def guarded(failed: str, models: Sequence[TextModel] = ()) -> Iterator[None]:
     """If the block fails, log one line and let SGLang continue.
 
     With several ranks and ``models`` the failure is raised: the other ranks wait for this one.

@@ -10,11 +10,10 @@ These methods run in every server, whatever model it serves. So each calls this 
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core import forward
+from sglang_gemma4_yoco.compat.text_model import Method, TextModel
+from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup import pr27183, reports
 from sglang_gemma4_yoco.startup.runner_methods import WRAPPED
@@ -31,9 +30,9 @@ def patch_sglang() -> None:
             patched; nothing is changed.
     """
     global installed
-    compat.names.check_names()
+    compat.names.check_names(eligibility.FIELDS_BY_NAME)
     # Look up all of them first: if SGLang lacks one, nothing is changed.
-    methods = dict[tuple[type, str], Callable[..., Any]]()
+    methods = dict[tuple[type, str], Method]()
     for model in _find_cuttable_models():
         methods[model, "forward"] = wrap_forward(model)
     for (owner, name), wrap in WRAPPED.items():
@@ -44,7 +43,7 @@ def patch_sglang() -> None:
     installed = True
 
 
-def _find_cuttable_models() -> list[Any]:
+def _find_cuttable_models() -> list[type[TextModel]]:
     """Return the text models whose symbols SGLang has; log what the others lack."""
     models = registry.list_cuttable_models()
     names = [adapter.SGLANG for adapter in registry.MODELS]
@@ -56,7 +55,7 @@ def _find_cuttable_models() -> list[Any]:
     return models
 
 
-def wrap_forward(model: Any) -> Callable[..., Any]:
+def wrap_forward(model: type[TextModel]) -> Method:
     """Return the forward of a text model's class, wrapped to cut prefills.
 
     Unnecessary once the model itself keeps only the rows that are read (#27183).

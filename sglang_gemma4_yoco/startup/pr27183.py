@@ -10,17 +10,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.admission import order
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
+from sglang_gemma4_yoco.compat.text_model import Method, TextModel
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.kept_batch import KeptBatch, rewrite_batch
 from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.models import gemma4
 
 
-def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
+def _yoco_eligibility(self: TextModel, forward_batch: ForwardBatch) -> bool:
     """Return True if this forward may skip unused rows in the KV-shared layers.
 
     Like the one of #27183, it reads ``SGLANG_GEMMA4_YOCO`` on each call.
@@ -37,8 +39,12 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
 
 
 def _yoco_truncate_to_last_tokens(
-    _: Any, hidden_states: Any, positions: Any, per_layer_inputs: Any, forward_batch: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Callable[[], None]]:
+    _: object,
+    hidden_states: Tensor,
+    positions: Tensor,
+    per_layer_inputs: Tensor | None,
+    forward_batch: ForwardBatch,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Callable[[], None]]:
     """Cut a batch down to the kept rows.
 
     Args:
@@ -54,9 +60,10 @@ def _yoco_truncate_to_last_tokens(
         logprobs. ``restore_fn()`` restores every field and the attention state; a second call is a
         no-op. If this function raises, everything has been restored.
     """
-    if not isinstance(hidden_states, torch.Tensor):  # some commits of #27183 have another order
+    if not isinstance(hidden_states, Tensor):  # some commits of #27183 have another order
         raise TypeError("expected hidden_states, positions, per_layer_inputs, forward_batch")
-    main: Any = compat.attention.get_current_backend()
+    main = compat.attention.get_current_backend()
+    assert main is not None, "it is called in a forward"
     kept = eligibility.find_kept_rows(forward_batch)
     decodes = not compat.release.is_newer_than_tested()
     kept_batch = KeptBatch.of(forward_batch, kept, decodes=decodes)
@@ -77,10 +84,10 @@ def _yoco_truncate_to_last_tokens(
         return rows, row_positions, row_inputs, kept_batch.index, stack.pop_all().close
 
 
-HELPERS: tuple[Callable[..., Any], ...] = (_yoco_eligibility, _yoco_truncate_to_last_tokens)
+HELPERS: tuple[Method, ...] = (_yoco_eligibility, _yoco_truncate_to_last_tokens)
 
 
-def list_helpers() -> dict[tuple[type, str], Callable[..., Any]]:
+def list_helpers() -> dict[tuple[type, str], Method]:
     """Return the helpers to add to Gemma 4, by class and name; none if SGLang has its own.
 
     Raises:

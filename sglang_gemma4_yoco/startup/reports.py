@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_gemma4_yoco import compat, log, metrics
-from sglang_gemma4_yoco.startup.guard import guarded
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+from sglang_gemma4_yoco.compat.text_model import Method
+from sglang_gemma4_yoco.startup.guard import Wrap, guarded
 
 
 def _call_after(failed: str, call: Callable[[Any, Any], object]) -> Wrap:
@@ -18,9 +17,9 @@ def _call_after(failed: str, call: Callable[[Any, Any], object]) -> Wrap:
         failed: the line that is logged if the call fails.
     """
 
-    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(stock: Method) -> Method:
         @functools.wraps(stock)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(self: object, *args: object, **kwargs: object) -> object:
             result = stock(self, *args, **kwargs)
             with guarded(failed):
                 call(self, result)

@@ -6,21 +6,24 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.server import ModelRunner
+from sglang_gemma4_yoco.compat.text_model import Method, TextModel
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup import backends_built, graphs_captured
-from sglang_gemma4_yoco.startup.guard import guarded
+from sglang_gemma4_yoco.startup.guard import Wrap, guarded
 
-_Runner = compat.names.ModelRunner
-_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Runner = compat.server.ModelRunner
 _FAILED = "YOCO fast prefill: its setup failed"
 
 
 def _set_up_around(
     *,
-    after: Callable[[Any, Any], None],
-    during: Callable[[Any, Any], AbstractContextManager[None]] = lambda *_: nullcontext(),
-) -> _Wrap:
+    after: Callable[[ModelRunner, TextModel], None],
+    during: Callable[[ModelRunner, TextModel], AbstractContextManager[None]] = lambda *_: (
+        nullcontext()
+    ),
+) -> Wrap:
     """Return a wrapper of a runner's method that sets up each text model of the runner.
 
     Args:
@@ -29,10 +32,10 @@ def _set_up_around(
             since it also ends if the method raises.
     """
 
-    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(stock: Method) -> Method:
         @functools.wraps(stock)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            models: list[Any] = []
+        def method(self: ModelRunner, *args: object, **kwargs: object) -> object:
+            models: list[TextModel] = []
             with ExitStack() as contexts:
                 with guarded(_FAILED, models):
                     models += _find_text_models(self)
@@ -49,13 +52,13 @@ def _set_up_around(
     return wrap
 
 
-def _find_text_models(runner: Any) -> list[Any]:
+def _find_text_models(runner: ModelRunner) -> list[TextModel]:
     """Return the text models of a runner that have a KV-shared tail; none of a draft worker."""
     if getattr(runner, "is_draft_worker", False):
         return []
     modules: Any = getattr(runner.model, "modules", list)  # on MLX it is not a PyTorch module
     known: Any = tuple(registry.list_text_models())
-    models = list[Any]()
+    models = list[TextModel]()
     for model in modules():
         if isinstance(model, known) and first_shared_layer(model.config) is not None:
             models.append(model)
@@ -68,7 +71,7 @@ _SET_UP = _set_up_around(
 )
 #: (class, attribute) -> its wrapper, with the reason and the change in SGLang that would make it
 #: unnecessary.
-WRAPPED: dict[tuple[type, str], _Wrap] = {
+WRAPPED: dict[tuple[type, str], Wrap] = {
     # Builds the tail's backend after the runner's, and observes each batch whose metadata exists.
     # Unnecessary once one backend can hold the metadata of two batches (docs/upstream.md,
     # change 3).

@@ -296,11 +296,11 @@ def assert_closed(engine: Engine) -> None:
 def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
     stock = compat.pools.write_keys_and_values
 
-    def write(main: Any, tail: Any, attention: Any, batch: Any, k: Any, v: Any) -> None:
-        stock(main, tail, attention, batch, k, v)
+    def write(main: Any, pool: Any, attention: Any, batch: Any, k: Any, v: Any) -> None:
+        stock(main, pool, attention, batch, k, v)
         table = engine.runner.req_to_token_pool.req_to_token
         first = table[batch.req_pool_indices[0], :1].long()  # of a prefix
-        token = compat.pools.get_cached_tokens(tail, attention.layer_id, first)
+        token = compat.pools.get_cached_tokens(pool, attention.layer_id, first)
         token.keys[token.slots] += 1
 
     with mock.patch.object(compat.pools, "write_keys_and_values", write):
@@ -377,9 +377,7 @@ def test_graphs_that_are_captured_again(engine: Engine) -> None:
     must be a number.
     """
     runner, prefills = engine.runner, engine.runner.prefill_cuda_graph_runner
-    outputs = [
-        output for _, output in compat.captured_prefills.list_graphs(prefills.backend).values()
-    ]
+    outputs = [output for _, output in compat.captured_prefills.list_graphs(prefills).values()]
     for output in outputs:
         output.fill_(torch.nan)
     new = SimpleNamespace(can_run_graph=None, execute=None, backend=copy.copy(prefills.backend))

@@ -18,8 +18,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from harness.fixtures import Said
 from sglang_gemma4_yoco import compat, log, plugin, settings
-from sglang_gemma4_yoco.core import forward
-from sglang_gemma4_yoco.core.model import TextModelAdapter
+from sglang_gemma4_yoco.core import eligibility, forward
+from sglang_gemma4_yoco.core.model import Adapter
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup import patch, reports, runner_methods
 
@@ -119,7 +119,7 @@ def test_fields_that_are_gone(
     """A release may have given each of them another name."""
     monkeypatch.setattr(compat.batch, "ForwardBatch", SimpleNamespace(__dataclass_fields__={}))
     why = refusal(caplog)
-    for name in compat.names._FIELDS:
+    for name in eligibility.FIELDS_BY_NAME:
         assert f"ForwardBatch.{name}" in why
     for of_other_models in ("dimensions", "encoder_lens", "engram_history"):
         assert of_other_models not in why
@@ -207,7 +207,7 @@ for _kind in registry.MODELS:
 def test_a_name_that_one_model_needs(
     monkeypatch: pytest.MonkeyPatch,
     said: Said,
-    kind: TextModelAdapter,
+    kind: Adapter,
     name: str,
     instead: Any,
 ) -> None:

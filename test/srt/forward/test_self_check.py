@@ -295,7 +295,7 @@ def test_a_capture_of_sglangs_goes_on(
     started: ModelState, engine: Engine, said: Said, part: str
 ) -> None:
     captured = list[Any]()
-    wrap = runner_methods.WRAPPED[compat.names.ModelRunner, "init_cuda_graphs"]
+    wrap = runner_methods.WRAPPED[compat.server.ModelRunner, "init_cuda_graphs"]
     capture_graphs = wrap(captured.append)
     with mock.patch.object(exit_setup, part, side_effect=InjectedError):
         capture_graphs(engine.runner)

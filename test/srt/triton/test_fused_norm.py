@@ -6,6 +6,7 @@ The rehearsal launches it and computes its values by a stand-in; here it is the 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +27,7 @@ def test_one_kind_of_heads_is_normed_in_place(rows: int, heads: int, width: int)
     wanted_values = values.clone()
     weight = torch.rand(width) + 0.5
     wanted = rms_norm(keys.unflatten(1, (heads, width)), (width,), weight, 1e-6).flatten(1)
-    norm = SimpleNamespace(weight=torch.nn.Parameter(weight), eps=1e-6, scale_shift=0.0)
+    norm: Any = SimpleNamespace(weight=torch.nn.Parameter(weight), eps=1e-6, scale_shift=0.0)
     with mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)):
         normed = gemma4._norm_heads(norm, keys, heads, width)
     assert normed is keys

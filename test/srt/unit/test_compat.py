@@ -39,7 +39,8 @@ class Planning(TritonAttnBackend):
 
 
 def batch(mode: ForwardMode, *, fails: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(forward_mode=mode, fails=fails, batch_size=3)
+    lengths = torch.zeros(3)
+    return SimpleNamespace(forward_mode=mode, fails=fails, batch_size=3, seq_lens=lengths)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,8 @@ def test_slots_of_the_window_are_those_of_the_plan(is_hybrid: bool) -> None:
         main = hybrid
     pool = mock.Mock(layers_mapping={3: (0, True)})
     rows = torch.zeros(2, 1, 8)
-    where = SimpleNamespace(token_to_kv_pool=pool), SimpleNamespace(layer_id=3)
-    compat.pools.write_keys_and_values(main, *where, eligible_batch(), rows, rows)
+    attention: Any = SimpleNamespace(layer_id=3)
+    compat.pools.write_keys_and_values(main, pool, attention, eligible_batch(), rows, rows)
     [[_, target, *_], _] = pool.set_kv_buffer.call_args
     assert torch.equal(target.swa_loc, planned)
     assert not pool.translate_loc_from_full_to_swa.called

@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from enum import IntEnum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,11 +34,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness.fixtures import Change
 from harness.stand_ins import eligible_batch, model, reason_of, state_of
-from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core import eligibility, planning, worth
+from sglang_gemma4_yoco.core import eligibility, kept_batch, planning, worth
 from sglang_gemma4_yoco.core.backend_pair import BackendPair
 from sglang_gemma4_yoco.core.interfaces import Eligible
-from sglang_gemma4_yoco.core.kept_batch import KeptRows
+from sglang_gemma4_yoco.core.kept_batch import KeptBatch, KeptRows
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.models import gemma4
@@ -310,12 +309,36 @@ class TestDecisions:
 # ---------------------------------------------------------------- completeness
 
 
-def test_every_field_that_is_read_must_exist() -> None:
-    read = set(re.findall(r"\bforward_batch\.(\w+)", inspect.getsource(eligibility)))
-    assert len(read) > 10
-    # Where a release lacks it, ``compat`` says so, and no batch is taken for an intermediate one.
-    read.remove("contains_last_prefill_chunk")
-    assert read.union(eligibility.INELIGIBLE_FIELDS) <= {*compat.names._FIELDS}
+#: Between them, eligibility reads all of its fields.
+BATCHES: list[dict[str, Any]] = [{}, SUFFIXES, {"contains_last_prefill_chunk": False}]
+
+
+def read_fields(module: ModuleType) -> set[str]:
+    """Return the fields of a batch that a module reads as attributes."""
+    return set(re.findall(r"\b(?:forward_)?batch\.([a-z]\w*)", inspect.getsource(module)))
+
+
+@pytest.mark.parametrize("name", sorted(read_fields(eligibility) | {*FIELDS}))
+def test_a_field_that_another_release_has_renamed(name: str) -> None:
+    """It raises an error, which the check at start finds; it does not pass as unset."""
+    raised = 0
+    for changes in BATCHES:
+        renamed: Any = SimpleNamespace(**vars(eligible_batch(**changes)))
+        delattr(renamed, name)
+        try:
+            eligibility.check_eligibility(state_of(model()), renamed)
+        except AttributeError as missing:
+            raised += missing.name == name
+    assert raised > 0
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_field_that_is_only_written_is_checked_at_load(decodes: bool) -> None:
+    batch = eligible_batch()
+    kept_rows = eligibility.find_kept_rows(batch)
+    written = {*KeptBatch.of(batch, kept_rows, decodes=decodes).fields, "positions"}
+    read = read_fields(eligibility) | read_fields(kept_batch)
+    assert written - read <= eligibility.FIELDS_BY_NAME
 
 
 SHORT_ON_A_GPU: list[tuple[int, int | None, bool, Refusal | None]] = [

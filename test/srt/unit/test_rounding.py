@@ -72,12 +72,12 @@ def test_a_rounding_that_all_channels_of_a_row_share() -> None:
         shares = 2 * torch.rand(12, 1, generator=draw).double() - 1
         found = values * (1 + 2.0**-9 * shares)
         values, found = values.bfloat16(), found.bfloat16()
-        for of_scores, worst in excess.items():
-            one = compared(values, found, OF_ROWS, of_scores=of_scores)
-            excess[of_scores] = max(worst, one.excess)
+        for score_error, worst in excess.items():
+            one = compared(values, found, OF_ROWS, score_error=score_error)
+            excess[score_error] = max(worst, one.excess)
     assert excess[scores] < 0.6
     assert excess[0.0] > 1
-    assert compared(values, values * 1.05, OF_ROWS, of_scores=scores).excess > 4
+    assert compared(values, values * 1.05, OF_ROWS, score_error=scores).excess > 4
 
 
 def test_one_row_among_many() -> None:
