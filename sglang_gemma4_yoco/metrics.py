@@ -8,24 +8,19 @@ labels; one rank counts for its group.
 which SGLang sets after it has loaded its plugins.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_gemma4_yoco import __version__, compat, counters
 from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
 from sglang_gemma4_yoco.counters import Outcome, served
 from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, ServerRefusal
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
 #: The key in the internal state of each scheduler in /server_info.
 SERVER_INFO_ENTRY = "gemma4_yoco"
@@ -119,21 +114,21 @@ def replace_infinite(value: object) -> object:
     return value
 
 
-def add_to_server_info(output: GetInternalStateReqOutput) -> None:
-    """Add this process's entry to a scheduler's /server_info response."""
+def add_to_server_info(output: Any) -> None:
+    """Add this process's entry to a ``GetInternalStateReqOutput``, for /server_info."""
     output.internal_state[SERVER_INFO_ENTRY] = describe_state()
 
 
 def collect_metrics(labels: Mapping[str, object]) -> None:
     """Create the metrics with the scheduler's labels, and count in them from now on."""
     every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")
-    if labels.get("tp_rank", 0) != 0 and not every_rank:
+    if labels.get("tp_rank") and not every_rank:
         return
 
     import prometheus_client
 
     counted = {
-        name: prometheus_client.Counter(f"{_PREFIX}{name}_total", text, [*labels, own])
+        name: prometheus_client.Counter(f"{_PREFIX}{name}", text, [*labels, own])
         for name, (text, own) in _COUNTERS.items()
     }
     worst = prometheus_client.Gauge(
@@ -152,17 +147,16 @@ def collect_metrics(labels: Mapping[str, object]) -> None:
         if name == "audits":
             worst.set(served.audits.worst)
 
-    for (name, own), number in _list_counts().items():
-        collect(name, own, number)
+    for counts in _list_counts():
+        collect(*counts)
     served.observers.append(collect)
 
 
-def _list_counts() -> dict[tuple[str, Outcome], int]:
-    """Return all counts by the name of the counter and the value of its own label."""
-    outcomes = _EXPECTED | served.forwards.keys()
-    return {
-        **{("forwards", outcome): served.forwards[outcome] for outcome in outcomes},
-        **{("rows", part): served.rows[part] for part in counters.PARTS},
-        ("audits", counters.AGREES): served.audits.agrees,
-        ("audits", counters.DIFFERS): served.audits.differs,
-    }
+def _list_counts() -> Iterator[tuple[str, Outcome, int]]:
+    """Yield the name of a counter, the value of its own label, and its count so far."""
+    for outcome in _EXPECTED | served.forwards.keys():
+        yield "forwards", outcome, served.forwards[outcome]
+    for part in counters.PARTS:
+        yield "rows", part, served.rows[part]
+    yield "audits", counters.AGREES, served.audits.agrees
+    yield "audits", counters.DIFFERS, served.audits.differs

@@ -5,10 +5,13 @@ this module imports neither torch nor SGLang.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
+
+from sglang_gemma4_yoco.patched import patched
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 T = TypeVar("T")
@@ -98,7 +101,7 @@ def name_of(setting: str) -> str:
 
 
 #: Every setting, by its environment variable.
-VARIABLES: Mapping[str, Field[Any]] = {name_of(each.name): each for each in fields(Settings)}
+VARIABLES = {name_of(each.name): each for each in fields(Settings)}
 
 
 def describe_default(setting: Field[Any]) -> str:
@@ -116,24 +119,19 @@ def parse(variable: str, value: str) -> Any:
     kind: SettingType = setting.metadata["kind"]
     if re.fullmatch(kind.pattern, value):
         return kind.parse(value)
-    remedy = f"use {kind.accepted}, or leave it unset ({describe_default(setting)})"
-    explanation = setting.metadata["help"]
-    raise ValueError(f"{variable}={value!r} is not a valid value: {remedy}: {explanation}")
+    raise ValueError(
+        f"{variable}={value!r} is not a valid value: use {kind.accepted}, or leave it unset "
+        f"({describe_default(setting)}): {setting.metadata['help']}"
+    )
 
 
 #: The settings of this process.
 current = Settings()
 
 
-@contextmanager
-def changed(**values: Any) -> Iterator[None]:
+def changed(**values: Any) -> AbstractContextManager[None]:
     """Change these fields of the settings in the ``with`` block."""
-    global current
-    before, current = current, replace(current, **values)
-    try:
-        yield
-    finally:
-        current = before
+    return patched(sys.modules[__name__], current=replace(current, **values))
 
 
 def read(environment: Mapping[str, str]) -> Settings:

@@ -10,7 +10,7 @@ PACKAGE = "sglang_gemma4_yoco"
 PARTS = (
     *("__main__", "commands", "plugin", "startup", "metrics", "prefill_exits", "checking"),
     *("captured", "admission", "models", "core", "compat", "counters"),
-    *("refusal", "log", "patched", "settings"),
+    *("refusal", "log", "settings", "patched"),
 )
 
 
