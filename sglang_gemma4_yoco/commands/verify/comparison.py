@@ -7,10 +7,13 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# With fewer answers, leaving the largest difference out would hide a defect in one of them.
-_ENOUGH = 4
+from sglang_gemma4_yoco.commands.console import Document
+
+# From this many answers on, the largest difference is left out, since rounding alone may cause one
+# that is large. With fewer answers, that could hide a defect.
+_ENOUGH_ANSWERS = 4
 EXACT_LOGPROB = 1e-3  # sums in another order move a float32 log-probability by 1e-5 at most
 
 
@@ -44,7 +47,7 @@ class Answer:
         return tuple(position.token for position in self.generated)
 
     @classmethod
-    def of(cls, reply: Mapping[str, Any], seconds: float = 0.0) -> Answer:
+    def of(cls, reply: Document, seconds: float = 0.0) -> Answer:
         """Read SGLang's reply to /generate."""
         about = reply["meta_info"]
         generated, read = (_read_positions(about, part) for part in ("output", "input"))
@@ -53,15 +56,15 @@ class Answer:
         return cls(generated, read, about["cached_tokens"], seconds, reply.get("text", ""))
 
 
-def _read_positions(about: Mapping[str, Any], part: str) -> tuple[Position, ...]:
+def _read_positions(about: Document, part: str) -> tuple[Position, ...]:
     tokens = about.get(f"{part}_token_logprobs") or []
     likeliest = about.get(f"{part}_top_logprobs") or []
     positions = []
     for (logprob, token, *_), top in zip_longest(tokens, likeliest):
         if logprob is None:  # JSON has no NaN: it arrives as null
             logprob = math.nan
-        others = {other: own for own, other, *_ in top or ()}
-        positions.append(Position(token, logprob, others))
+        likely = {its_token: its_logprob for its_logprob, its_token, *_ in top or ()}
+        positions.append(Position(token, logprob, likely))
     return tuple(positions)
 
 
@@ -85,20 +88,11 @@ class Comparison:
     def of(cls, pairs: Iterable[tuple[Answer, Answer]]) -> Comparison:
         """Compare answers pairwise."""
         result = cls()
-        for one, other in pairs:
+        for left, right in pairs:
             result.answers += 1
-            result.equal_answers += one.tokens == other.tokens
-            read = [*map(_measure_difference, one.read, other.read)]
-            if len(one.read) != len(other.read):
-                read.append(math.inf)
-            generated = []
-            for mine, yours in zip(one.generated, other.generated, strict=False):
-                generated.append(_measure_difference(mine, yours))
-                if mine.token != yours.token:
-                    break
-            else:
-                if len(one.generated) != len(other.generated):  # one of them has ended early
-                    generated.append(math.inf)
+            result.equal_answers += left.tokens == right.tokens
+            read = _list_differences(left.read, right.read)
+            generated = _list_differences(left.generated, right.generated)
             result.logprobs += read + generated
             result.prefilled += read + generated[:1]
         return result
@@ -130,13 +124,25 @@ def make_finite(value: float) -> float | None:
     return None
 
 
-def _measure_difference(one: Position, other: Position) -> float:
+def _list_differences(left: Iterable[Position], right: Iterable[Position]) -> list[float]:
+    """Return the differences up to the first two tokens that differ; inf where only one goes on."""
+    differences: list[float] = []
+    for mine, yours in zip_longest(left, right):
+        if mine is None or yours is None:
+            return [*differences, math.inf]
+        differences.append(_measure_difference(mine, yours))
+        if mine.token != yours.token:
+            break
+    return differences
+
+
+def _measure_difference(left: Position, right: Position) -> float:
     """Return the larger difference of log-probabilities of the two tokens.
 
     It is a lower bound if a server does not report the other's token.
     """
     differences = []
-    for mine, yours in ((one, other), (other, one)):
+    for mine, yours in ((left, right), (right, left)):
         known = {**yours.likeliest, yours.token: yours.logprob}
         if mine.token in known:
             difference = abs(mine.logprob - known[mine.token])
@@ -152,29 +158,32 @@ def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool
     """Return the difference that exceeds its bound, as a sentence, or None.
 
     If ``exact``, all tokens must be equal, and log-probabilities within ``EXACT_LOGPROB``.
-    Otherwise the mean difference of fast from stock may be three times stock's from itself, plus a
-    share of stock's largest one, plus 0.05. Tokens are not compared then: the last bit decides
-    between two that are equally likely. Where a head attends to few keys, rounding usually changes
-    nothing, and sometimes a lot.
+    Otherwise the mean difference of fast from stock may be three times stock's mean difference from
+    itself, plus stock's largest one over half the number of answers, plus 0.05. Where a head
+    attends to few keys, rounding usually changes nothing, and sometimes a lot: hence the part of
+    the largest one. Tokens are not compared then: the last bit decides between two that are equally
+    likely.
 
     Args:
-        fast: fast against stock, each prompt sent twice.
+        fast: fast against stock; most prompts were sent twice.
         noise: stock against itself, in identical and in other batches, by kind of prompt.
         exact: both compute in float32 on a CPU, and stock agrees with itself.
     """
-    if exact and fast.is_equal:
-        return None
     if exact:
-        tokens = f"{fast.equal_answers} of {fast.answers} answers have the same tokens"
-        return f"{tokens}, and log-probabilities differ by up to {fast.max_logprob:.2g}"
+        if fast.is_equal:
+            return None
+        return (
+            f"{fast.equal_answers} of {fast.answers} answers have the same tokens, and "
+            f"log-probabilities differ by up to {fast.max_logprob:.2g}"
+        )
     # Most tokens come from decode steps, the same in both servers: they would hide the first ones.
     for what, part in (("those of prefills alone", "prefilled"), ("all", "logprobs")):
-        own = [getattr(one, part) for one in noise]
+        own = [getattr(kind, part) for kind in noise]
         usual, most = max(map(statistics.fmean, own)), max(map(max, own))
         # 0.05 if stock does not differ from itself: bfloat16 has 8 bits.
         limit = 3 * usual + most / max(fast.answers // 2, 1) + 0.05
         differences = sorted(getattr(fast, part))
-        if fast.answers >= _ENOUGH and math.isfinite(differences[-1]):
+        if fast.answers >= _ENOUGH_ANSWERS and math.isfinite(differences[-1]):
             # Of a prompt that is sensitive to rounding, stock's own differences were between 0.2
             # and 3 in batches of other sizes. Fast prefill's may be the larger ones by chance.
             differences.pop()
