@@ -16,8 +16,6 @@ ENTRIES = (
     *("model", "layers", "first_shared", "quantisation", "attention"),
 )
 
-NO_SGLANG = "no SGLang is installed here; run this where the server runs"
-
 # By the exit status of ``doctor``: its verdict, in JSON and as text.
 _VERDICTS = (
     (True, "It would be active."),
@@ -91,7 +89,7 @@ class Report:
         active, verdict = _VERDICTS[self.exit_status]
         reasons = self.refusals + self.unknowns
         if as_json:
-            judged = {"active": active, "reason": next(iter(reasons), None)}
-            say({**judged, **self.entries, "refusals": self.refusals, "unknowns": self.unknowns})
+            document = {"active": active, "reason": next(iter(reasons), None), **self.entries}
+            say(document | {"refusals": self.refusals, "unknowns": self.unknowns})
             return
         say("\n".join([*self.lines, "\n  ".join([f"\n{verdict}", *reasons])]))

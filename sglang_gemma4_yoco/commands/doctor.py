@@ -14,7 +14,7 @@ from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 
 from sglang_gemma4_yoco import __version__, plugin, settings
-from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, Report
+from sglang_gemma4_yoco.commands.console import CommandError, Report
 
 #: SGLang's variable with the names of the plugins to load, separated by commas; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _versions(report: Report) -> None:
     report.begin("Versions")
     if find_spec("sglang") is None:
-        raise CommandError(NO_SGLANG)
+        raise CommandError("no SGLang is installed here; run this where the server runs")
     found = {
         "version": __version__,
         "sglang": version("sglang"),

@@ -33,8 +33,10 @@ def explain_failure(failure: BaseException) -> str:
     while deeper := cause.__cause__ or cause.__context__:
         cause = deeper
     if isinstance(cause, ssl.SSLCertVerificationError):
-        remedies = "use --cacert FILE (its issuer's), a host name that it covers, or --insecure"
-        return f"its certificate is not trusted ({cause.verify_message}): {remedies}"
+        return (
+            f"its certificate is not trusted ({cause.verify_message}): use --cacert FILE (its "
+            "issuer's), a host name that it covers, or --insecure"
+        )
     why = getattr(cause, "reason", None) or getattr(cause, "strerror", None) or cause
     if isinstance(cause, ConnectionRefusedError):
         return f"no answer ({why}): is the server ready, and is this its host and port?"

@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True)
     for name, command in {"doctor": doctor, "verify": verify, "status": status}.items():
-        summary = (command.__doc__ or "").partition("\n")[0]
-        subparser = commands.add_parser(name, help=summary, description=command.__doc__)
+        text = command.__doc__ or ""
+        subparser = commands.add_parser(name, help=text.partition("\n")[0], description=text)
         subparser.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_options(subparser)
         subparser.set_defaults(run=command.run, flags=[], api_key=None)

@@ -30,9 +30,8 @@ def examine(report: Report, flags: Sequence[str]) -> None:
     """Add the entries that need SGLang; its plugins must have been loaded."""
     report.entries["plugins"]["installed"] = patch.installed
     untested = arguments.find_release_reason()
-    if untested is not None:
-        report.refuse(untested)
-    elif compat.release.is_newer_than_tested():
+    report.refuse(untested)
+    if untested is None and compat.release.is_newer_than_tested():
         report.add(
             "SGLang",
             f"{compat.release.INSTALLED} was not tested: {arguments.RUNS_UNTESTED}",
@@ -40,9 +39,7 @@ def examine(report: Report, flags: Sequence[str]) -> None:
     with _explain("SGLang cannot parse these flags"):
         args = server_args.prepare_server_args(list(flags))
     config, adapter = _model(report, args)
-    if adapter is None:
-        report.refuse(metrics.NO_MODEL)
-    else:
+    if adapter is not None:
         report.begin("A server with these flags")
         report.add("flags", show_flags(flags))
         _server(report, config, adapter, args)
@@ -56,8 +53,9 @@ def _explain(problem: str) -> Iterator[None]:
             yield
     except SystemExit as refused:
         error = printed.getvalue().partition(": error: ")[2].partition("\n")[0]
-        why = error or "--help or --version"
-        raise CommandError(f"the server would not start with these flags: {why}") from refused
+        raise CommandError(
+            f"the server would not start with these flags: {error or '--help or --version'}"
+        ) from refused
     except Exception as failure:
         why = " ".join(f"{type(failure).__name__}: {failure}".split())
         raise CommandError(f"{problem} ({why})") from failure
@@ -82,6 +80,7 @@ def _model(
         first = first_shared_layer(text)
     if first is None:
         adapter = None
+        report.refuse(metrics.NO_MODEL)
     else:
         shared = f"{first}: layers {first} to {layers - 1} have no K/V"
     quantised = config.quantization
@@ -127,7 +126,7 @@ def _prefill_graphs(report: Report, adapter: TextModelAdapter) -> None:
     )
 
 
-def _judge(report: Report, adapter: TextModelAdapter, argument: Callable[[str], object]) -> None:
+def _judge(report: Report, adapter: TextModelAdapter, argument: Callable[..., object]) -> None:
     """Check the flags with a server's own code; the rest is known only when a server starts.
 
     Args:
@@ -151,13 +150,12 @@ def _judge(report: Report, adapter: TextModelAdapter, argument: Callable[[str], 
     if cache not in (None, "auto"):
         report.unknowns.append(f"K and V of type {cache}: admitted if it is the weights' own type")
     common = argument("attention_backend")
-    names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
-    attention = sorted(map(str, names))
+    own = map(argument, ("prefill_attention_backend", "decode_attention_backend"))
+    attention = sorted({str(name or common) for name in own})
     report.add("attention backend", ", ".join(attention), attention=attention)
     admitted = list_admitted(adapter.ATTENTION_BACKENDS)
-    known = [flag for backend in admitted if backend.may_run_tail for flag in backend.flags]
-    others = [name for name in attention if name not in known]
-    if others:
+    known = (backend.flags for backend in admitted if backend.may_run_tail)
+    if others := sorted({*attention}.difference(*known)):
         flags = ", ".join(flag for backend in admitted for flag in backend.flags)
         report.unknowns.append(
             f"attention by {', '.join(others)}: known when a server has built it. Admitted for "

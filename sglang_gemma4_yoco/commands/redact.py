@@ -97,7 +97,7 @@ def _read_config(flags: Sequence[str]) -> list[str]:
     with suppress(Exception):  # SGLang reports a missing or invalid file
         import yaml  # comes with SGLang
 
-        file = flags[flags.index("--config") + 1]
-        entries = yaml.safe_load(Path(file).read_text("utf-8"))
+        file = Path(flags[flags.index("--config") + 1])
+        entries = yaml.safe_load(file.read_bytes())
         return [f"--{name}={value}" for name, value in entries.items()]
     return []

@@ -21,7 +21,6 @@ NO_ENTRY = (
     "the plugin failed to load, or this SGLang lacks a method that it wraps (see the lines `YOCO "
     "fast prefill` in the server's log)"
 )
-NO_SCHEDULERS = "the server names no scheduler"
 # Verdict -> exit status and last line.
 _VERDICTS = {
     True: (0, "The fast path is active{}"),
@@ -32,15 +31,21 @@ _VERDICTS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``status``."""
-    example = "for example http://localhost:30000"
-    parser.add_argument("url", metavar="URL", type=add_scheme, help=example)
-    key = f"the server's API key (default: the variable {API_KEY}, which `ps` does not show)"
-    parser.add_argument("--api-key", metavar="KEY", help=key)
-    variables = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
-    trusted = "certificates to trust, in PEM (default: REQUESTS_CA_BUNDLE, SSL_CERT_FILE)"
-    parser.add_argument("--cacert", metavar="FILE", default=variables, help=trusted)
-    parser.add_argument("--insecure", action="store_true", help="trust any certificate")
-    parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
+    add = parser.add_argument
+    add("url", metavar="URL", type=add_scheme, help="for example http://localhost:30000")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help=f"the server's API key (default: the variable {API_KEY}, which `ps` does not show)",
+    )
+    add(
+        "--cacert",
+        metavar="FILE",
+        default=os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE"),
+        help="certificates to trust, in PEM (default: REQUESTS_CA_BUNDLE, SSL_CERT_FILE)",
+    )
+    add("--insecure", action="store_true", help="trust any certificate")
+    add("--json", action="store_true", help="one line of JSON, for a program")
 
 
 def add_scheme(url: str) -> str:
@@ -56,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     active, reason = verdict(states)
     status, line = _VERDICTS[active]
     if args.json:
-        server = {"sglang": sglang, "url": args.url, "schedulers": states}
-        say({"active": active, "reason": reason, **server})
+        document = {"active": active, "reason": reason, "sglang": sglang, "url": args.url}
+        say(document | {"schedulers": states})
     else:
         say(states, indent=1)  # null for a scheduler without an entry
         say(line.format(reason or _describe_counts(filter(None, states))))
@@ -72,9 +77,7 @@ def verdict(states: Sequence[Document | None]) -> tuple[bool | None, str | None]
     for state in filter(None, states):
         if not state.get("active"):
             return False, str(state.get("reason"))
-    if not states:
-        return None, NO_SCHEDULERS
-    if not all(states):
+    if not states or not all(states):
         return None, NO_ENTRY
     return True, None
 

@@ -1,9 +1,8 @@
 """The report of ``verify`` for people: tables for a terminal, and a page in HTML."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from sglang_gemma4_yoco.commands.console import Document
 from sglang_gemma4_yoco.commands.verify.comparison import Times
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -29,23 +28,22 @@ RULES = {
 Rows = list[list[str]]
 
 
-def _make_tables(document: Mapping[str, Any]) -> dict[str, Rows]:
+def _make_tables(document: Document) -> dict[str, Rows]:
     """Return tables by their titles; the first row is the header."""
     times: Rows = [["prompt tokens", "stock / fast", *SERVERS.values()]]
     for point in document["times"]:
-        row = [str(point["tokens"]), f"{point['ratio']:.2f}"]
-        times.append(row + [str(Times(**point[way])) for way in SERVERS])
-    answers: Rows = [["prompts", *OTHERS.values()]]
+        seconds = (str(Times(**point[way])) for way in SERVERS)
+        times.append([str(point["tokens"]), f"{point['ratio']:.2f}", *seconds])
+    kinds: Rows = [["prompts", *OTHERS.values()]]
     for kind, found in document["agreement"].items():
-        answers.append([kind] + [_format_figures(found[way]) for way in OTHERS])
-    compared = "same tokens, mean difference of log-probabilities (largest)"
+        kinds.append([kind, *(_format_figures(found[way]) for way in OTHERS)])
     return {
         "Time to first token, seconds: median (20th to 80th percentile)": times,
-        f"Stock against others: {compared}": answers,
+        "Stock against others: same tokens, mean difference of log-probabilities (largest)": kinds,
     }
 
 
-def _format_figures(found: Mapping[str, Any]) -> str:
+def _format_figures(found: Document) -> str:
     """Return how many answers have the same tokens, and how far log-probabilities differ."""
     equal = f"{found['equal_answers']}/{found['answers']}"
     if found["max_logprob_diff"] is None:
@@ -53,7 +51,7 @@ def _format_figures(found: Mapping[str, Any]) -> str:
     return f"{equal}, {found['mean_logprob_diff']:.2g} ({found['max_logprob_diff']:.2g})"
 
 
-def _make_notes(document: Mapping[str, Any]) -> list[str]:
+def _make_notes(document: Document) -> list[str]:
     """Return sentences on disagreements, prompts not tried, and stock's agreement with itself."""
     notes = [f"Problem: {problem}" for problem in document["problems"]]
     for kind, reason in document["left_out"].items():
@@ -61,28 +59,21 @@ def _make_notes(document: Mapping[str, Any]) -> list[str]:
     return [*notes, NOISE[document["stock_differs"]]]
 
 
-def format_report(document: Mapping[str, Any]) -> str:
+def format_report(document: Document) -> str:
     """Return the tables and the verdict, for a terminal."""
     lines = []
     for title, rows in _make_tables(document).items():
         lines += [title, *_align(rows), ""]
-    lines += _make_notes(document)
-    lines.append(f"{VERDICTS[document['agrees']]} {RULES[document['exact']]}")
-    return "\n".join(lines)
+    verdict = f"{VERDICTS[document['agrees']]} {RULES[document['exact']]}"
+    return "\n".join([*lines, *_make_notes(document), verdict])
 
 
 def _align(rows: Rows) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        line = ""
-        for cell, width in zip(row, widths, strict=True):
-            line += f"  {cell:{width}}"
-        lines.append(line.rstrip())
-    return lines
+    return ["  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows]
 
 
-def render_page(document: Mapping[str, Any]) -> str:
+def render_page(document: Document) -> str:
     """Return the page: one HTML file that needs no network."""
     from jinja2 import StrictUndefined, Template  # comes with PyTorch
 

@@ -1,14 +1,19 @@
 """The prompts for both servers: questions, and prompts for code that questions do not reach."""
 
+from __future__ import annotations
+
 import base64
 import io
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_gemma4_yoco.commands.console import CommandError
+from sglang_gemma4_yoco.commands.console import CommandError, Document
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 QUESTIONS, PREFIX, CHUNKS, LOGPROBS, PICTURES = KINDS = (
     "questions",
@@ -28,14 +33,16 @@ class Prompt(NamedTuple):
     """One request: its kind, by which answers are grouped, and its part of the /generate body."""
 
     kind: str
-    body: Mapping[str, Any]
+    body: Document
     new_tokens: int = NEW_TOKENS
 
-    def request(self) -> dict[str, Any]:
+    def request(self) -> Document:
         """Return the whole body: greedy, with the likeliest tokens of each position."""
-        sampling = {"temperature": 0, "max_new_tokens": self.new_tokens}
-        common = {"return_logprob": True, "top_logprobs_num": 20}
-        return {"sampling_params": sampling, **common, **self.body}
+        return self.body | {
+            "sampling_params": {"temperature": 0, "max_new_tokens": self.new_tokens},
+            "return_logprob": True,
+            "top_logprobs_num": 20,
+        }
 
 
 def read_file(path: Path) -> list[str]:
@@ -46,7 +53,7 @@ def read_file(path: Path) -> list[str]:
     return prompts
 
 
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer; raise CommandError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
@@ -57,7 +64,11 @@ def load_tokenizer(model: str) -> Any:
 
 
 def make_prompts(
-    tokenizer: Any, texts: Sequence[str], *, long: int = 0, pictures: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    long: int = 0,
+    pictures: bool = False,
 ) -> list[Prompt]:
     """Return prompts of all kinds, with each text as a question.
 
@@ -66,15 +77,15 @@ def make_prompts(
         pictures: ask about pictures, which needs a chat template.
     """
 
-    def templated(content: Any, **options: bool) -> Any:
+    def templated(content: object, **options: bool) -> Any:  # text, or tokens
         messages = [{"role": "user", "content": content}]
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
 
     encode = tokenizer.encode
     if tokenizer.chat_template:
-        questions = [list(templated(text, return_dict=False)) for text in texts]
+        questions = [templated(text, return_dict=False) for text in texts]
     else:
-        questions = [list(encode(text)) for text in texts]
+        questions = [encode(text) for text in texts]
     made = [Prompt(QUESTIONS, {"input_ids": ids}) for ids in questions]
     for number, ids in enumerate(questions[:4]):
         # Every second prompt returns them from its middle on, the others from the first token on.
@@ -90,18 +101,18 @@ def make_prompts(
         parts = [{"type": "image"}, {"type": "text", "text": WHICH_COLOURS}]
         question = templated(parts, tokenize=False)
         for colours in (("red", "green"), ("blue", "yellow")):
-            body = {"text": question, "image_data": [draw_picture(*colours)]}
-            made.append(Prompt(PICTURES, body))
+            picture = draw_picture(*colours)
+            made.append(Prompt(PICTURES, {"text": question, "image_data": [picture]}))
     return made
 
 
-def _draw_words(tokenizer: Any, count: int, seed: int) -> list[int]:
+def _draw_words(tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[int]:
     """Return tokens from the middle of the vocabulary: Gemma's special tokens are at both ends."""
     middle = range(len(tokenizer) // 2, len(tokenizer) * 9 // 10)
     return [middle[seed % len(middle)], *random.Random(seed).choices(middle, k=count - 1)]
 
 
-def make_timed(tokenizer: Any, length: int, number: int) -> Prompt:
+def make_timed(tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> Prompt:
     """Return a prompt for one new token, which shares no prefix with those of other numbers."""
     return Prompt(TIMED, {"input_ids": _draw_words(tokenizer, length, number)}, 1)
 

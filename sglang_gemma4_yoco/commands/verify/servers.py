@@ -10,24 +10,25 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands import https, status
-from sglang_gemma4_yoco.commands.console import CommandError, quote_end, say
+from sglang_gemma4_yoco.commands.console import CommandError, Document, quote_end, say
 from sglang_gemma4_yoco.commands.redact import redact
 from sglang_gemma4_yoco.settings import SWITCH, name_of
 
 if TYPE_CHECKING:
     import requests
 
-
 # Run the arguments, and kill the process group at the end of stdin: when this process has ended,
 # even by SIGKILL. All processes that the server has started are killed too.
 _OWN_GROUP = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) & exec "$@" 3<&-'
+# By whether a server is the fast one.
+_NAMES = {False: f"{SWITCH}=0 (stock)", True: f"{SWITCH}=1 (fast prefill)"}
 
 
 class WrongPathError(Exception):
@@ -43,9 +44,7 @@ class Server:
 
     def __init__(self, fast: bool, arguments: Sequence[str], port: int, log_file: Path) -> None:
         self.fast = fast
-        self.name = f"{SWITCH}=0 (stock)"
-        if fast:
-            self.name = f"{SWITCH}=1 (fast prefill)"
+        self.name = _NAMES[fast]
         self.arguments = list(arguments)
         self.port = port
         self.log_file = log_file
@@ -67,8 +66,8 @@ class Server:
 
     def command(self) -> list[str]:
         """Return the arguments of the Python interpreter."""
-        where = ["--host", "127.0.0.1", "--port", str(self.port)]
-        return ["-m", "sglang.launch_server", *self.arguments, *where]
+        address = ("--host", "127.0.0.1", "--port", str(self.port))
+        return ["-m", "sglang.launch_server", *self.arguments, *address]
 
     def start(self) -> None:
         """Start it; ``stop`` ends it."""
@@ -111,37 +110,40 @@ class Server:
         deadline = time.monotonic() + timeout
         while not self.is_healthy():
             if self.process.poll() is not None:
-                ended = f"{self.name} ended with status {self.process.returncode}, see its log"
-                tries = "If out of memory, try verify's --in-turn; if gated, try `hf auth login`."
-                raise CommandError(f"{ended}. {tries}{quote_end(self.log_file)}")
+                raise self._make_error(
+                    f"ended with status {self.process.returncode}, see its log. If out of memory, "
+                    "try verify's --in-turn; if gated, try `hf auth login`."
+                )
             if time.monotonic() > deadline:
-                late = f"{self.name} was not ready after {timeout:.0f} s."
-                raise CommandError(late + quote_end(self.log_file))
+                raise self._make_error(f"was not ready after {timeout:.0f} s.")
             time.sleep(0.5)
         self.take_forwards()  # SGLang sends its own request when it starts
 
-    def _ask(self, method: str, path: str, body: Any = None) -> requests.Response:
+    def _make_error(self, how: str) -> CommandError:
+        return CommandError(f"{self.name} {how}{quote_end(self.log_file)}")
+
+    def _ask(self, method: str, path: str, body: Document | None = None) -> requests.Response:
         """Return the reply to a request; raise CommandError if the server refuses it or is gone."""
         try:
             reply = self._http.request(method, self.url + path, json=body, timeout=self.TIMEOUT)
         except OSError as failure:
-            broken = f"{self.name} stopped responding: {failure!r}{quote_end(self.log_file)}"
-            raise CommandError(broken) from failure
+            raise self._make_error(f"stopped responding: {failure!r}") from failure
         if not reply.ok:
-            words = " ".join(reply.text.split())
-            raise CommandError(f"{self.name} refused {path} ({reply.status_code}): {words}")
+            raise CommandError(
+                f"{self.name} refused {path} ({reply.status_code}): {' '.join(reply.text.split())}"
+            )
         return reply
 
     def get(self, path: str) -> Any:
         """GET a JSON document."""
         return self._ask("GET", path).json()
 
-    def post(self, path: str, body: Mapping[str, Any]) -> requests.Response:
+    def post(self, path: str, body: Document) -> requests.Response:
         """POST ``body`` as JSON."""
         return self._ask("POST", path, body)
 
-    def generate(self, **body: Any) -> Any:
-        """Return SGLang's answer to one request to /generate, or to a batch of them."""
+    def generate(self, **body: object) -> Any:
+        """Return SGLang's answer to one request to /generate, or a list of them to a batch."""
         return self.post("/generate", body).json()
 
     def forget_prefixes(self) -> None:
@@ -152,9 +154,10 @@ class Server:
         """Return everything that its processes have printed so far."""
         return self.log_file.read_text("utf-8", errors="replace")
 
-    def states(self) -> Any:
+    def states(self) -> list[Document]:
         """Return the internal state of each scheduler, including the resolved arguments."""
-        return self.get("/server_info")["internal_states"]
+        states: list[Document] = self.get("/server_info")["internal_states"]
+        return states
 
     def take_forwards(self) -> Counter[str]:
         """Return the prefill forwards of all schedulers since the last call, by outcome."""
@@ -175,24 +178,25 @@ def check_switch(server: Server, during: str = "its requests") -> Counter[str]:
     is_cut = not counters.CUT.isdisjoint(forwards)
     if is_cut == server.fast:
         return forwards
-    wrong = "the fast path was active"
+    found = "active"
     if server.fast:
         _, reason = status.verdict([state.get(status.ENTRY) for state in server.states()])
-        why = reason or ", ".join(forwards) or "it gives no reason"
-        wrong = f"the fast path was NOT active ({why})"
-    prefills = f"Its prefills: {dict(forwards)}. Its log: {server.log_file}"
-    raise WrongPathError(f"{server.name}: {wrong} during {during}. {prefills}")
+        found = f"NOT active ({reason or ', '.join(forwards) or 'it gives no reason'})"
+    raise WrongPathError(
+        f"{server.name}: the fast path was {found} during {during}. "
+        f"Its prefills: {dict(forwards)}. Its log: {server.log_file}"
+    )
 
 
 def make_pair(arguments: Sequence[str], folder: Path, *, device: str) -> tuple[Server, Server]:
     """Return the stock server and the fast one, not started; ``arguments`` override defaults."""
-    ours = ["--device", "cuda"]
+    flags = ["--device", "cuda", *arguments]
     if device == "cpu":
         # An idle scheduler spins, and would take a core from the server that is measured.
-        ours = ["--device", "cpu", "--sleep-on-idle"]
-    port, other = find_free_ports(2)
-    stock = Server(False, [*ours, *arguments], port, folder / "server-off.log")
-    return stock, Server(True, [*ours, *arguments], other, folder / "server-on.log")
+        flags = ["--device", "cpu", "--sleep-on-idle", *arguments]
+    ports = find_free_ports(2)
+    stock = Server(False, flags, ports[0], folder / "server-off.log")
+    return stock, Server(True, flags, ports[1], folder / "server-on.log")
 
 
 @contextmanager

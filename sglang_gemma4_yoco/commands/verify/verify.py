@@ -22,6 +22,7 @@ verified, with the reason on stderr.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -31,12 +32,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from sglang_gemma4_yoco import __version__, counters
-from sglang_gemma4_yoco.commands.console import NO_SGLANG, CommandError, check_directory, say
+from sglang_gemma4_yoco.commands.console import CommandError, Document, check_directory, say
 from sglang_gemma4_yoco.commands.redact import redact, show_flags
 from sglang_gemma4_yoco.commands.verify import page, servers
 from sglang_gemma4_yoco.commands.verify import prompts as kinds
@@ -57,8 +57,9 @@ AGAIN, CACHED = "in identical batches", "from the prefix cache"
 _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
 _OWN_FLAGS = ("--model-path", "--model=", "--model ", "--device", "--ssl-")
 
-#: (True for the fast server, how the prompts were sent) -> answers.
-Answers = Mapping[tuple[bool, str], list[Answer]]
+#: Which server's answers, True for the fast one, and how the prompts were sent.
+Way = tuple[bool, str]
+Answers = Mapping[Way, list[Answer]]
 
 
 def parse_positive(text: str) -> int:
@@ -72,25 +73,44 @@ def parse_positive(text: str) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verify``."""
     add = parser.add_argument
-    number: dict[str, Any] = {"type": parse_positive, "metavar": "N"}
+    number: Document = {"type": parse_positive, "metavar": "N"}  # of a number's option
     add("--model-path", required=True, metavar="M", help="a directory, or a name on Hugging Face")
     add("--label", metavar="TEXT", help="the model's name in reports (default: its path)")
-    lines = "your own prompts, one per line (default: bundled questions)"
-    add("--prompts", type=Path, metavar="FILE", default=kinds.BUNDLED, help=lines)
-    lengths = "lengths of the timed prompts (default: 128 512 2048)"
-    add("--prompt-tokens", nargs="+", default=[128, 512, 2048], **number, help=lengths)
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        default=kinds.BUNDLED,
+        help="your own prompts, one per line (default: bundled questions)",
+    )
+    add(
+        "--prompt-tokens",
+        nargs="+",
+        default=[128, 512, 2048],
+        help="lengths of the timed prompts (default: 128 512 2048)",
+        **number,
+    )
     add("--repeats", default=5, **number, help="timed prompts of each length (default: 5)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if any")
-    memory = "on a CPU too, one server after the other, which needs half the memory"
-    add("--in-turn", action="store_true", help=memory)
-    add("--output", type=Path, metavar="DIR", help="for logs and reports (default: a new one here)")
+    add(
+        "--in-turn",
+        action="store_true",
+        help="on a CPU too, one server after the other, which needs half the memory",
+    )
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        default=time.strftime("gemma4-yoco-verify-%Y%m%d-%H%M%S"),
+        help="for logs and reports (default: a new one here)",
+    )
     add("flags", nargs="*", metavar="FLAG", help="SGLang's flags for both servers, after --")
 
 
 def find_device(wanted: str) -> str:
     """Return the GPU's name, or ``cpu``."""
     if wanted == "cpu":
-        return "cpu"
+        return wanted
     # In a separate process: this one must not hold memory of the GPU while servers run.
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -107,9 +127,7 @@ def run_prefills_eagerly(stock: Server) -> None:
         say("The stock server runs its prefills eagerly: SGLang cannot capture them by itself.")
 
 
-def fit_prompts(
-    document: dict[str, Any], args: argparse.Namespace, tokenizer: Any, server: Server
-) -> list[Prompt]:
+def fit_prompts(document: Document, args: argparse.Namespace, server: Server) -> list[Prompt]:
     """Return the prompts for servers like this one, which is ready; the timed ones come last.
 
     Kinds that are left out are added to the document.
@@ -129,6 +147,7 @@ def fit_prompts(
     if not 0 < length <= longest:
         left_out[kinds.CHUNKS] = f"a chunk has {chunk} tokens: try -- --chunked-prefill-size 1024"
         length = 0
+    tokenizer = args.tokenizer
     seen = server.get("/model_info").get("has_image_understanding") and tokenizer.chat_template
     if not seen:
         left_out[kinds.PICTURES] = "the model is served without pictures, or has no chat template"
@@ -183,10 +202,9 @@ def send_in_turns(
     for server in both:
         end_round(server, found, name)
         if not server.fast:  # each is a separate batch, as before
-            for prompt in prompts:
-                found.answers[False, AGAIN].append(send_prompt(server, prompt))
-                # The rest is cached, so stock computes the last row alone, like the tail.
-                found.answers[False, CACHED].append(send_prompt(server, prompt))
+            # The second time the rest is cached: stock computes the last row alone, like the tail.
+            for prompt, way in product(prompts, (AGAIN, CACHED)):
+                found.answers[False, way].append(send_prompt(server, prompt))
             end_round(server, found, f"{name}, again")
 
 
@@ -206,49 +224,52 @@ def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt], found: Ve
 
     ``found`` may already have the answers of a server that ran before.
     """
-    others = [prompt for prompt in prompts if prompt.kind != kinds.TIMED]
+    compared = [prompt for prompt in prompts if prompt.kind != kinds.TIMED]
     for server in both:
         server.forget_prefixes()  # those of requests that SGLang sends when it starts
-    send_in_turns(both, others, found, ALONE)
+    send_in_turns(both, compared, found, ALONE)
     for server in both:
-        send_at_once(server, others, found)
-    send_in_turns(both, prompts[len(others) :], found, TIMED)
+        send_at_once(server, compared, found)
+    send_in_turns(both, prompts[len(compared) :], found, TIMED)
 
 
 def compare_by_kind(
-    prompts: Sequence[Prompt], answers: Answers, *ways: tuple[bool, str]
+    prompts: Sequence[Prompt], answers: Answers, *ways: Way
 ) -> dict[str, Comparison]:
     """Compare stock's answers, sent one at a time, with those of ``ways``, by kind of prompt."""
     pairs = defaultdict(list)
     for way in ways:
         # Timed prompts, the last ones, are not sent at once.
-        for prompt, one, other in zip(prompts, answers[False, ALONE], answers[way], strict=False):
-            pairs[prompt.kind].append((one, other))
-    return {kind: Comparison.of(both) for kind, both in pairs.items()}
+        both = zip(answers[False, ALONE], answers[way], strict=False)
+        for prompt, pair in zip(prompts, both, strict=False):
+            pairs[prompt.kind].append(pair)
+    return {kind: Comparison.of(compared) for kind, compared in pairs.items()}
 
 
-def summarise_times(prompts: Sequence[Prompt], answers: Answers) -> list[dict[str, Any]]:
+def summarise_times(prompts: Sequence[Prompt], answers: Answers) -> list[Document]:
     """Return the times to first token by prompt length, the shortest first.
 
     The first prompt of each length is a warm-up, whose time does not count.
     """
-    points: dict[int, dict[str, Any]] = defaultdict(lambda: defaultdict(list))
-    for way, own in {"off": (False, ALONE), "again": (False, AGAIN), "on": (True, ALONE)}.items():
-        for prompt, answer in zip(prompts, answers[own], strict=True):
+    points: dict[int, Document] = defaultdict(dict)
+    for name, way in {"off": (False, ALONE), "again": (False, AGAIN), "on": (True, ALONE)}.items():
+        seconds = defaultdict(list)
+        for prompt, answer in zip(prompts, answers[way], strict=True):
             if prompt.kind == kinds.TIMED:
                 if answer.cached_tokens:
-                    cached = f"{answer.cached_tokens} tokens of a timed prompt came from a cache"
-                    raise CommandError(f"{cached}: turn it off with SGLang's --disable-radix-cache")
-                points[len(prompt.body["input_ids"])][way].append(answer.seconds)
-    summarised = []
-    for tokens, seconds in sorted(points.items()):
-        point: dict[str, Any] = {way: asdict(Times.of(own[1:])) for way, own in seconds.items()}
-        ratio = point["off"]["median"] / point["on"]["median"]
-        summarised.append(point | {"tokens": tokens, "ratio": ratio})
-    return summarised
+                    raise CommandError(
+                        f"{answer.cached_tokens} tokens of a timed prompt came from a cache: turn "
+                        "it off with SGLang's --disable-radix-cache"
+                    )
+                seconds[len(prompt.body["input_ids"])].append(answer.seconds)
+        for tokens, found in seconds.items():
+            points[tokens][name] = asdict(Times.of(found[1:]))
+    for tokens, point in points.items():
+        point |= {"tokens": tokens, "ratio": point["off"]["median"] / point["on"]["median"]}
+    return [points[tokens] for tokens in sorted(points)]
 
 
-def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: VerifyResult) -> None:
+def conclude(document: Document, prompts: Sequence[Prompt], found: VerifyResult) -> None:
     """Compare the answers, and put the verdict and all figures into the document."""
     compare = partial(compare_by_kind, prompts, found.answers)
     compared = {
@@ -256,27 +277,28 @@ def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: VerifyR
         "again": compare((False, AGAIN)),
         "stock": compare((False, AT_ONCE), (False, CACHED)),
     }
-    fast, again, others = compared.values()
+    fast, again, stock = compared.values()
     # The fast path need not be more exact than stock is with itself.
-    steady = all(one.is_equal for one in again.values())
+    steady = all(difference.is_equal for difference in again.values())
     exact = steady and (document["device"], document["dtype"]) == ("cpu", "float32")
     problems, agreement = [], {}
-    for kind, one in fast.items():
-        problem = find_problem(one, [*again.values(), *others.values()], exact=exact)
+    for kind, difference in fast.items():
+        problem = find_problem(difference, [*again.values(), *stock.values()], exact=exact)
         if problem is not None:
             problems.append(f"{kind}: {problem}")
-        agreement[kind] = {way: own[kind].figures() for way, own in compared.items()}
+        agreement[kind] = {way: by_kind[kind].figures() for way, by_kind in compared.items()}
     if failed := sum(forwards[counters.FAILED] for forwards in found.rounds.values()):
         problems.append(f"{failed} prefills failed on the fast path; see server-on.log")
     times = summarise_times(prompts, found.answers)
+    longest = times[-1]
     document |= {
         "active": True,
         "agrees": not problems,
-        "answers_equal": all(one.equal_answers == one.answers for one in fast.values()),
-        "max_logprob_diff": make_finite(max(one.max_logprob for one in fast.values())),
-        "ttft_off_s": times[-1]["off"]["median"],  # of the longest prompts
-        "ttft_on_s": times[-1]["on"]["median"],
-        "ratio": times[-1]["ratio"],
+        "answers_equal": all(kind.equal_answers == kind.answers for kind in fast.values()),
+        "max_logprob_diff": make_finite(max(kind.max_logprob for kind in fast.values())),
+        "ttft_off_s": longest["off"]["median"],
+        "ttft_on_s": longest["on"]["median"],
+        "ratio": longest["ratio"],
         "problems": problems,
         "exact": exact,
         "stock_differs": not steady,
@@ -286,9 +308,7 @@ def conclude(document: dict[str, Any], prompts: Sequence[Prompt], found: VerifyR
     }
 
 
-def serve_both(
-    args: argparse.Namespace, document: dict[str, Any]
-) -> tuple[list[Prompt], VerifyResult]:
+def serve_both(args: argparse.Namespace, document: Document) -> tuple[list[Prompt], VerifyResult]:
     """Start, examine and stop both servers; return the prompts and the results."""
     flags = ["--model-path", args.model_path, *args.flags]
     stock, fast = servers.make_pair(flags, args.output, device=args.device)
@@ -300,7 +320,7 @@ def serve_both(
     prompts, found = list[Prompt](), VerifyResult()
     for group in groups:
         with servers.run_servers(group, 1800):
-            prompts = prompts or fit_prompts(document, args, args.tokenizer, group[0])
+            prompts = prompts or fit_prompts(document, args, group[0])
             examine_servers(group, prompts, found)
     return prompts, found
 
@@ -318,10 +338,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     args.tokenizer = kinds.load_tokenizer(args.model_path)
 
 
-def begin_document(args: argparse.Namespace) -> dict[str, Any]:
+def begin_document(args: argparse.Namespace) -> Document:
     """Return the JSON document before any result; unknown values are None."""
-    unknown = ("agrees", "answers_equal", "max_logprob_diff", "ttft_off_s", "ttft_on_s", "ratio")
-    return dict.fromkeys(unknown) | {
+    return {
+        **dict.fromkeys(
+            ("agrees", "answers_equal", "max_logprob_diff", "ttft_off_s", "ttft_on_s", "ratio")
+        ),
         "model": args.label or args.model_path,
         "device": args.device,
         "sglang": version("sglang"),
@@ -337,11 +359,8 @@ def begin_document(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Verify and report; return the exit status."""
-    if find_spec("sglang") is None:
-        raise CommandError(NO_SGLANG)
     check_arguments(args)
-    output = args.output or Path(time.strftime("gemma4-yoco-verify-%Y%m%d-%H%M%S"))
-    args.device, args.output = find_device(args.device), output.absolute()
+    args.device, args.output = find_device(args.device), args.output.absolute()
     document = begin_document(args)
     args.output.mkdir(mode=0o700, parents=True, exist_ok=True)
     as_json, as_page = args.output / "verify.json", args.output / "verify.html"
@@ -356,11 +375,10 @@ def run(args: argparse.Namespace) -> int:
         document["problems"] = [str(wrong)]
     else:
         conclude(document, prompts, found)
-    with as_json.open("w") as file:
-        say(document, file, indent=1)
+    shown = redact(document)
+    as_json.write_text(json.dumps(shown, indent=1) + "\n")
     if document["active"]:
-        shown = redact(document)
         say(page.format_report(shown))
         as_page.write_text(page.render_page(shown), "utf-8")
-    say(document)
+    say(shown)
     return int(not document["agrees"])

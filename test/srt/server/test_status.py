@@ -302,7 +302,7 @@ def test_no_secret_of_a_server_is_shown(
         ([{"active": True}, {"active": False, "reason": "LoRA"}], (False, "LoRA")),
         ([{"active": True}, None], (None, NO_ENTRY)),
         ([None, {"active": False, "reason": "LoRA"}], (False, "LoRA")),
-        ([], (None, status.NO_SCHEDULERS)),
+        ([], (None, NO_ENTRY)),
     ],
 )
 def test_all_schedulers_count(

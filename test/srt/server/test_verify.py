@@ -189,8 +189,8 @@ def test_a_right_package_is_not_reported(tmp_path: Path) -> None:
     args = Namespace(prompt_tokens=[64], repeats=2, texts=texts, device="cpu")
     document: dict[str, Any] = {"device": "cpu"}
     with pair(sharp, tmp_path, "--dtype", "bfloat16") as (fast, stock):
-        tokenizer = prompts.load_tokenizer(str(sharp))
-        sent = verify.fit_prompts(document, args, tokenizer, stock)
+        args.tokenizer = prompts.load_tokenizer(str(sharp))
+        sent = verify.fit_prompts(document, args, stock)
         found = verify.VerifyResult()
         verify.examine_servers([stock, fast], sent, found)
     verify.conclude(document, sent, found)
@@ -269,9 +269,9 @@ def test_a_round_that_the_prefix_cache_answers_is_an_error(
     on_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No prefill is cut then, and equal answers would show nothing."""
-    tokenizer = prompts.load_tokenizer(str(on_server.checkpoint))
     args = Namespace(prompt_tokens=[64], repeats=1, texts=["Why is the sky blue?"], device="cpu")
-    sent = verify.fit_prompts({}, args, tokenizer, on_server)
+    args.tokenizer = prompts.load_tokenizer(str(on_server.checkpoint))
+    sent = verify.fit_prompts({}, args, on_server)
     on_server.forget_prefixes()
     monkeypatch.setattr(on_server, "forget_prefixes", lambda: None)
     questions = [prompt for prompt in sent if prompt.kind in prompts.KINDS]

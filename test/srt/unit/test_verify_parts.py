@@ -155,10 +155,12 @@ def fitted(
     server = servers.Server(True, [], 1, Path("none"))
     info = {"chunked_prefill_size": 256, "dtype": "float32"} | info
     documents = {"/server_info": info | {"internal_states": [info]}, "/model_info": {}}
-    args = Namespace(prompt_tokens=lengths, repeats=1, texts=["One?"], device="cpu")
+    args = Namespace(
+        prompt_tokens=lengths, repeats=1, texts=["One?"], device="cpu", tokenizer=tokenizer
+    )
     document: dict[str, Any] = {}
     with mock.patch.object(server, "get", documents.__getitem__):
-        return verify.fit_prompts(document, args, tokenizer, server), document
+        return verify.fit_prompts(document, args, server), document
 
 
 def test_a_key_is_sent_without_the_end_of_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
