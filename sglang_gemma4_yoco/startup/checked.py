@@ -3,13 +3,12 @@
 from sglang_gemma4_yoco import __version__, compat, log
 from sglang_gemma4_yoco.checking import audit, self_check
 from sglang_gemma4_yoco.checking.self_check import CheckResult
-from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 
 
-def check_before_serving(runner: ModelRunner, state: ModelState) -> None:
+def check_before_serving(runner: compat.server.ModelRunner, state: ModelState) -> None:
     """Run the checks; unless one turns the fast path off, log that it is on."""
     checked = _check_model(runner, state)
     if state.off_because is None:
@@ -20,7 +19,7 @@ def check_before_serving(runner: ModelRunner, state: ModelState) -> None:
     log.log_once(f"YOCO fast prefill {__version__} is on: {state.describe()}, {checked}")
 
 
-def _check_model(runner: ModelRunner, state: ModelState) -> CheckResult:
+def _check_model(runner: compat.server.ModelRunner, state: ModelState) -> CheckResult:
     """Compare with stock, unless the self-check is disabled; one failing rank turns all off.
 
     The path is also off if nothing could be compared. With several ranks an exception is raised:
