@@ -6,8 +6,7 @@ SGLang's Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,19 +45,9 @@ def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
     return started(tiny_checkpoint, **(alone if request.param == "alone" else hybrid))
 
 
-@contextmanager
-def no_tail_on_main() -> Iterator[None]:
-    with mock.patch.object(FrontBackend, "forward_decode", side_effect=AssertionError("on main")):
-        yield
-
-
-@contextmanager
-def rebuilt_afterwards(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
-    """Undo the test's patches and rebuild the attention backends after the ``with`` block."""
-    with pytest.MonkeyPatch.context() as changed:
-        yield changed
-    engine.runner.init_attention_backends()
-    assert state_of(engine).off_because is None
+no_tail_on_main = mock.patch.object(
+    FrontBackend, "forward_decode", side_effect=AssertionError("on main")
+)
 
 
 def test_the_captured_tail(engine: Engine) -> None:
@@ -67,7 +56,7 @@ def test_the_captured_tail(engine: Engine) -> None:
     record_tail(engine, 2)
     try:
         for prompts in (batch_of((0, 70)), batch_of((64, 9), (100, 41))):
-            with no_tail_on_main():
+            with no_tail_on_main:
                 assert_fast(engine, prompts, replays=True)
         assert times(counters.TAIL_CAPTURED) == 2
     finally:
@@ -77,16 +66,12 @@ def test_the_captured_tail(engine: Engine) -> None:
 # ---------------------------------------------------------------- at start
 
 
-def out_of_memory(_: Any) -> Any:
-    raise MemoryError("no room for a second attention backend")
-
-
-@pytest.mark.parametrize("build", [out_of_memory, FrontBackend])
+@pytest.mark.parametrize("build", [mock.Mock(side_effect=MemoryError), FrontBackend])
 def test_no_tail_runs_without_a_suitable_backend(
     engine: Engine, build: Callable[[Any], Any]
 ) -> None:
     """No tail runs if its backend cannot be built, or if the registered one cannot run a tail."""
-    with rebuilt_afterwards(engine) as broken:
+    with pytest.MonkeyPatch.context() as broken:
         broken.setitem(ATTENTION_BACKENDS, "triton", build)
         if type(engine.runner.attn_backend) is HybridAttnBackend:
             broken.setattr(compat.attention, "build_backend", build)
@@ -94,10 +79,12 @@ def test_no_tail_runs_without_a_suitable_backend(
         engine.runner.init_attention_backends()
         assert state_of(engine).backends is None
         assert state_of(engine).off_because == runner_parts.NO_TAIL
-        with no_tail_on_main():
+        with no_tail_on_main:
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
         assert times(runner_parts.NO_TAIL) == 1
+    engine.runner.init_attention_backends()
+    assert state_of(engine).off_because is None
 
 
 def test_the_prs_helper_looks_at_the_current_backend(engine: Engine) -> None:

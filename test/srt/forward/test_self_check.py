@@ -360,10 +360,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
     for way in ("windows one key short", "windows one key long"):
         with BREAKAGES[way](state), check.run_both_paths(engine.runner, state) as both:
             found = both.findings()
-        means = []
-        for one in found:
-            if one.what.startswith("mean of the values"):
-                means.append(one.excess)
+        means = [each.excess for each in found if each.what.startswith("mean of the values")]
         assert max(means) > 50  # 6 without the enlarged values at the window's edge
 
 

@@ -8,7 +8,7 @@ and what users see of it: ``server/test_untested_server``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -26,7 +26,6 @@ from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import self_check as check
-from sglang_gemma4_yoco.patched import patched
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -75,19 +74,10 @@ def test_with_the_setting_it_extends_eagerly(engine: Engine, untested: Change, s
 
 
 def test_a_check_that_finds_a_defect_turns_it_off(engine: Engine, untested: Change) -> None:
-    with patched(check, check_model=broken(check.check_model)):
+    """The tail's keys are wrong while the server starts."""
+    with BREAKAGES["keys doubled"](state_of(engine)):
         untested(untested=True)
     assert_stock(engine, check.CHECK_FAILED, PROMPTS)
-
-
-def broken(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the check of a model whose tail's keys are wrong."""
-
-    def check_model(runner: Any, state: Any) -> Any:
-        with BREAKAGES["keys doubled"](state):
-            return stock(runner, state)
-
-    return check_model
 
 
 def test_without_the_check_it_is_stock(engine: Engine, untested: Change) -> None:
