@@ -255,11 +255,8 @@ def said(caplog: pytest.LogCaptureFixture) -> Said:
     caplog.set_level(logging.INFO, log.logger.name)
 
     def lines(level: int = logging.INFO) -> list[str]:
-        found: list[str] = []
-        for record in caplog.records:
-            if record.name == log.logger.name and record.levelno >= level:
-                found.append(record.getMessage())
-        return found
+        ours = [record for record in caplog.records if record.name == log.logger.name]
+        return [record.getMessage() for record in ours if record.levelno >= level]
 
     return lines
 

@@ -238,10 +238,7 @@ def buffers(engine: Engine, eager_state: ModelState) -> Iterator[Callable[[], li
         planner.forward_metadata = object()
 
     def left() -> list[str]:
-        names = []
-        for name in vars(planner):
-            if name.startswith("cuda_graph_"):
-                names.append(name)
+        names = [name for name in vars(planner) if name.startswith("cuda_graph_")]
         return names + ["a plan"] * (planner.forward_metadata is not None)
 
     with patched(
@@ -406,10 +403,8 @@ def test_rows_that_are_captured(
 def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
     planned = list(vars(backends_of(engine).tail_backend).values())
     declared = [*static_tensors(engine), *tensors_in([vars(tail._inputs)])]
-    without_rows = []
-    for t in declared:
-        if t.data_ptr() != tail._inputs.rows.data_ptr():
-            without_rows.append(t)
+    rows_at = tail._inputs.rows.data_ptr()
+    without_rows = [tensor for tensor in declared if tensor.data_ptr() != rows_at]
     for rows, graph in tail.captured.graphs.items():
         assert len(graph) > 20 * (LAYERS - FIRST_CUT)
         assert graph.undeclared(declared, planned) == [], rows

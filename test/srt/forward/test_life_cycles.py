@@ -171,9 +171,8 @@ def update_from_disk(engine: Engine, *, recapture: bool) -> None:
 
 def update_from_tensors(engine: Engine) -> None:
     updater = engine.runner.weight_updater
-    weights = []
-    for name, weight in engine.runner.model.named_parameters():
-        weights.append((name, weight.clone()))
+    named = engine.runner.model.named_parameters()
+    weights = [(name, weight.clone()) for name, weight in named]
     updater.begin_weight_update()
     updated, message = updater.update_weights_from_tensor(weights, load_format="direct")
     updater.end_weight_update(run_post_load=False)

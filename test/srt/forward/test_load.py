@@ -41,10 +41,7 @@ def list_cut() -> list[str]:
 
 def of_sglang() -> list[Any]:
     """Return the functions to be wrapped."""
-    found: list[Any] = []
-    for owner, name in (*runner_methods.WRAPPED, *FORWARDS):
-        found.append(getattr(owner, name))
-    return found
+    return [getattr(owner, name) for owner, name in (*runner_methods.WRAPPED, *FORWARDS)]
 
 
 def refusal(caplog: pytest.LogCaptureFixture) -> str:

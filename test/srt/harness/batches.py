@@ -44,10 +44,7 @@ def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
 def batch_of(*lens: tuple[int, int], **more: Any) -> list[Prompt]:
     """Return prompts with (cached, new) random tokens."""
     draw = random.Random(0)
-    found: list[Prompt] = []
-    for cached, new in lens:
-        found.append(Prompt(tokens(draw, cached), tokens(draw, new), **more))
-    return found
+    return [Prompt(tokens(draw, cached), tokens(draw, new), **more) for cached, new in lens]
 
 
 BATCHES = {

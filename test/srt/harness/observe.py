@@ -132,10 +132,7 @@ class Observed:
 
 def fields_of(batch: Any) -> dict[str, object]:
     """Return the fields of a batch."""
-    found: dict[str, object] = {}
-    for f in dataclasses.fields(batch):
-        found[f.name] = getattr(batch, f.name)
-    return found
+    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
 
 
 @contextmanager
@@ -290,9 +287,7 @@ def replayed(wanted: Expected) -> Expected:
 
 
 def _tail_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    fields: dict[str, list[int]] = {}
-    for name in _LAID_OUT:
-        fields[name] = []
+    fields: dict[str, list[int]] = {name: [] for name in _LAID_OUT}
     for prompt, kept in zip(prompts, kept_rows(prompts), strict=True):
         end = len(prompt.cached) + len(prompt.new)
         fields["extend_prefix_lens"].append(end - kept)
@@ -356,21 +351,15 @@ def assert_metadata_unchanged(seen: Observed) -> None:
     assert before is not None
     assert after is not None
     assert before.planned is after.planned
-    replaced = []
-    for n, tensor in before.tensors.items():
-        if after.tensors.get(n) is not tensor:
-            replaced.append(n)
-    assert replaced == []
+    for name, tensor in before.tensors.items():
+        assert after.tensors.get(name) is tensor, name
     assert before.differences(after) == []
 
 
 def assert_same_objects(seen: Observed) -> None:
     """Assert that the batch's fields are the same objects after the forward as before it."""
-    changed = []
     for name, value in seen.before.items():
-        if seen.after[name] is not value:
-            changed.append(name)
-    assert changed == []
+        assert seen.after[name] is value, name
 
 
 def assert_same_cache(stock: Observed, fast: Observed) -> None:

@@ -94,8 +94,7 @@ def not_said(quotes: list[str], said: str) -> list[str]:
     """Return the quotes of which some part is in none of the texts."""
     unknown = []
     for quote in quotes:
-        parts = quote.split("...")
-        if not all(part.strip(" ,") in said for part in parts):
+        if not all(part.strip(" ,") in said for part in quote.split("...")):
             unknown.append(quote)
     return unknown
 
@@ -121,7 +120,6 @@ def test_a_reason_that_nobody_gives_is_found() -> None:
 def test_outcomes_that_are_explained_are_counted(page: str, after: str) -> None:
     counted = {SERVER_UNSUPPORTED, arguments.UNTESTED_RELEASE}
     counted |= {counters.FAILED, counters.UNSEEN, *counters.CUT}
-    for value in vars(eligibility).values():
-        if isinstance(value, Refusal):
-            counted.add(metrics.make_label(value))
+    refusals = [value for value in vars(eligibility).values() if isinstance(value, Refusal)]
+    counted.update(map(metrics.make_label, refusals))
     assert {*quotes_in(page, after)} <= counted

@@ -47,11 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def linear_layers(engine: Engine) -> list[LinearBase]:
     """Return the linear layers of the text model."""
-    found: list[LinearBase] = []
-    for part in engine.text_model.modules():
-        if isinstance(part, LinearBase):
-            found.append(part)
-    return found
+    return [part for part in engine.text_model.modules() if isinstance(part, LinearBase)]
 
 
 def test_every_linear_layer_is_fp8(engine: Engine) -> None:

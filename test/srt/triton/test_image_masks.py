@@ -102,9 +102,7 @@ def test_image(engine: Engine, name: str) -> None:
     batch = media_batch(engine, *prompts)
     stock, mask = compare(engine, batch, kept=len(prompts))
     assert_bidirectional(mask, batch, expected=True)
-    has_image = []
-    for prompt in prompts:
-        has_image.append("<|image|>" in prompt.text)
+    has_image = ["<|image|>" in prompt.text for prompt in prompts]
     assert depends_on_the_mask(engine, batch, stock) == has_image
 
 
