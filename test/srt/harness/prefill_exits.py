@@ -68,27 +68,28 @@ class Run:
 def run(engine: Engine, batch: Any, *, fast: bool = False, eagerly: bool = False) -> Run:
     """Run one forward, over slots whose K and V are poisoned."""
     graphs = engine.runner.prefill_cuda_graph_runner
-    switch = "0"
-    if fast:
-        switch = "1"
     engine.poison(batch)
     recorder.replays.clear()
     before = counters.served.forwards.copy()
     with ExitStack() as span:
-        span.enter_context(switched(switch))
+        span.enter_context(switched(str(int(fast))))
         if eagerly:
             refused = mock.patch.object(graphs, "can_run_graph", return_value=False)
             span.enter_context(refused)
         output = engine.forward(batch)
-    segments = 0
-    for graph in recorder.replays:
-        if isinstance(graph, RecordedPrefill):
-            segments += graph.ran
+    prefills = [graph for graph in recorder.replays if isinstance(graph, RecordedPrefill)]
     logprobs = output.input_token_logprobs
     if logprobs is not None:
         logprobs = torch.as_tensor(logprobs).clone()
     outcomes, logits = dict(counters.served.forwards - before), output.next_token_logits.clone()
-    return Run(segments, outcomes, logits, logprobs, output, without_padding(engine.kv()))
+    return Run(
+        sum(prefill.ran for prefill in prefills),
+        outcomes,
+        logits,
+        logprobs,
+        output,
+        without_padding(engine.kv()),
+    )
 
 
 def is_replayed(rows: int) -> bool:
