@@ -67,8 +67,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 #: Files in server/ that run last. Their shared servers are used by no other file, and would occupy
 #: 2.7 GB each while the other files start theirs.
 LAST = (
-    *("test_parallel.py", "test_served_metrics.py"),
-    *("test_defaults.py", "test_captured_tail_server.py", "test_workload.py"),
+    "test_parallel.py",
+    "test_served_metrics.py",
+    "test_defaults.py",
+    "test_captured_tail_server.py",
+    "test_workload.py",
 )
 
 

@@ -285,8 +285,8 @@ class Engine:
         """Return copies of K and V, at the slots that ``batch`` writes, of layers that own some."""
         found: list[torch.Tensor] = []
         for layer in self.layers_with_kv:
-            for buffer in self._buffers(layer):
-                found.append(buffer[self._written_slots(batch, layer)])
+            slots = self._written_slots(batch, layer)
+            found += [buffer[slots] for buffer in self._buffers(layer)]
         return found
 
     def _written_slots(self, batch: ScheduleBatch, layer: int) -> torch.Tensor:

@@ -222,12 +222,9 @@ class RecordedGraph:
         Args:
             declared: (trees of) tensors that stay where they are for as long as the graph lives.
         """
-        known = set(map(_memory, tensors_in(declared)))
-        found: list[tuple[torch.Tensor, str]] = []
-        for memory, foreign in self._foreign.items():
-            if memory not in known and memory not in self._constants:
-                found.append((foreign.tensor, foreign.call))
-        return found
+        known = {*map(_memory, tensors_in(declared)), *self._constants}
+        captured = [self._foreign[memory] for memory in self._foreign if memory not in known]
+        return [(foreign.tensor, foreign.call) for foreign in captured]
 
     def replay(self) -> None:
         """Run the graph on the current contents of its tensors.

@@ -29,20 +29,17 @@ from sglang_gemma4_yoco.admission import runner_parts
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
-ALONE = {"attention_backend": "intel_xpu"}
-SPLIT = {"prefill_attention_backend": "intel_xpu", "decode_attention_backend": "triton"}
+ALONE: dict[str, Any] = {"attention_backend": "intel_xpu", "page_size": 64}
+#: The hybrid's pages are of 128 tokens, as SGLang requires.
+SERVERS: dict[str, dict[str, Any]] = {
+    "alone": ALONE | {"cuda_graph_bs_decode": [2]},
+    "hybrid": {"prefill_attention_backend": "intel_xpu", "decode_attention_backend": "triton"},
+}
 
 
-def started(checkpoint: Path, **arguments: Any) -> Engine:
-    return Engine(checkpoint, **ENGINE | ALONE | arguments)
-
-
-@pytest.fixture(scope="module", params=["alone", "hybrid"])
+@pytest.fixture(scope="module", params=SERVERS)
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
-    """Return an engine with pages of 64 tokens; the hybrid's are of 128, as SGLang requires."""
-    alone = {"page_size": 64, "cuda_graph_bs_decode": [2]}
-    hybrid = {"attention_backend": None} | SPLIT
-    return started(tiny_checkpoint, **(alone if request.param == "alone" else hybrid))
+    return Engine(tiny_checkpoint, **ENGINE, **SERVERS[request.param])
 
 
 no_tail_on_main = mock.patch.object(
@@ -101,6 +98,6 @@ def test_the_prs_helper_looks_at_the_current_backend(engine: Engine) -> None:
 
 def test_pools_in_hnd_layout(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
-    engine = started(tiny_checkpoint, page_size=64)
+    engine = Engine(tiny_checkpoint, **ENGINE, **ALONE)
     reason = "K and V are not stored slot by slot, but in 4 dimensions"
     assert str(state_of(engine).off_because) == reason

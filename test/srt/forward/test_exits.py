@@ -36,7 +36,6 @@ from harness.forwards import ENGINE, InjectedError, state_of
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.media import MediaPrompt, media_batch
 from harness.prefill_exits import (
-    NEEDS_PREFILL_GRAPHS,
     RECORDED,
     ROWS,
     assert_served_alike,
@@ -60,7 +59,7 @@ from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits
 from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward
 
-pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 WHOLE = LAYERS + 1  # segments of a graph
 TO_THE_EXIT = FIRST_CUT + 1  # of them, those before the attention of layer S-1
@@ -237,6 +236,7 @@ def another_exit(change: Callable[[ExitPoint], ExitPoint]) -> Iterator[None]:
         yield
 
 
+_replay = graphs.Bucket.replay
 WRONG: dict[str, Callable[[], Any]] = {
     "rows": lambda: another_exit(lambda p: p._replace(rows=p.rows.roll(1, 0))),
     "values for keys": lambda: another_exit(lambda p: p._replace(keys=p.values, values=p.keys)),
@@ -245,7 +245,6 @@ WRONG: dict[str, Callable[[], Any]] = {
     "embeddings": lambda: mock.patch.object(ExitForward, "fast", without_embeddings),
     "tail": lambda: mock.patch.object(graphs.Bucket, "replay", lambda b: _replay(b) * 1.001),
 }
-_replay = graphs.Bucket.replay
 _fast = ExitForward.fast
 
 

@@ -34,11 +34,8 @@ def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
 
 def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return the rest of the unfinished prompts."""
-    found: list[Prompt] = []
-    for p in prompts:
-        if p.to_come:
-            found.append(replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()))
-    return found
+    unfinished = [p for p in prompts if p.to_come]
+    return [replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()) for p in unfinished]
 
 
 def batch_of(*lens: tuple[int, int], **more: Any) -> list[Prompt]:

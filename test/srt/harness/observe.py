@@ -60,11 +60,9 @@ class Metadata:
         """Return the present plan of ``backend``."""
         planned = getattr(backend, "forward_metadata", None)
         seen = cls(planned, {}, {}, {})
-        if planned is not None:
-            for name, value in vars(planned).items():
-                if isinstance(value, torch.Tensor):
-                    seen.tensors[name] = value
-                    seen.contents[name] = value.clone()
+        for name, value in getattr(planned, "__dict__", {}).items():
+            if isinstance(value, torch.Tensor):
+                seen.tensors[name], seen.contents[name] = value, value.clone()
         for name, value in vars(backend).items():
             if isinstance(value, (bool, int, float, str)):
                 seen.settings[name] = value
@@ -76,10 +74,9 @@ class Metadata:
         for name in sorted(self.contents.keys() | other.contents.keys()):
             if not _are_same_bytes(self.contents.get(name), other.contents.get(name)):
                 found.append(name)
-        for name, value in self.settings.items():
-            if other.settings[name] != value:
-                found.append(name)
-        return found
+        return found + [
+            name for name in self.settings if self.settings[name] != other.settings[name]
+        ]
 
 
 def _are_same_bytes(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

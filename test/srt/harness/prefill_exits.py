@@ -14,13 +14,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from harness.batches import kept_rows, new_rows, rest_of
 from harness.forwards import state_of
 from harness.observe import skips_tail, without_padding
-from sglang_gemma4_reference import recorder, releases
+from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import compat, counters
@@ -29,9 +28,6 @@ from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP
 from sglang_gemma4_yoco.counters import Outcome
 from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
 
-NEEDS_PREFILL_GRAPHS = pytest.mark.skipif(
-    not releases.records_prefills(), reason="needs the prefill graphs of SGLang 0.5.23"
-)
 BUCKETS = [16, 32, 64, 128]
 ROWS = 4  # prompts of a batch whose tail is captured
 #: Server arguments of an engine whose prefills can be captured, and then its tail.

@@ -20,6 +20,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
 from harness.batches import batch_of, new_rows
+from harness.fixtures import left_to_release
 from harness.forwards import ENGINE, INTERPRETED_ENGINE, assert_fast, state_of, times
 from harness.layer_rows import INTERPRETED
 from harness.observe import Observed, run, watching
@@ -131,10 +132,7 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.release] * (name != "fp8_e4m3")) for name in TYPES],
-)
+@pytest.mark.parametrize("name", left_to_release(TYPES, but=["fp8_e4m3"]))
 def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
     """Stock fails as it does without the package: with an error at the first shared layer.
 
