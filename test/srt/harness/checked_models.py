@@ -271,8 +271,7 @@ def judged(group: Group) -> list[Result]:
             breaks = list(BREAKAGES)
             if group.triton:
                 first = _BROKEN_ON_TRITON * kind["seed"] % len(breaks)
-                breaks = [*breaks[first:], *breaks[:first]]
-                del breaks[_BROKEN_ON_TRITON:]
+                breaks = (breaks * 2)[first : first + _BROKEN_ON_TRITON]
             judge(engine, result, random.Random(kind["seed"]), breaks, number)
             results.append(result)
             print(result, flush=True)
