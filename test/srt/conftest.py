@@ -67,8 +67,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 #: Files in server/ that run last. Their shared servers are used by no other file, and would occupy
 #: 2.7 GB each while the other files start theirs.
 LAST = (
-    *("test_parallel.py", "test_served_metrics.py"),
-    *("test_defaults.py", "test_captured_tail_server.py", "test_workload.py"),
+    "test_parallel.py",
+    "test_served_metrics.py",
+    "test_defaults.py",
+    "test_captured_tail_server.py",
+    "test_workload.py",
 )
 
 
@@ -150,39 +153,27 @@ def servers(
         yield both
 
 
-@pytest.fixture(scope="session")
-def default_server(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """Yield a server with the package and none of its variables, as users have it."""
-    directory = tmp_path_factory.mktemp("defaults")
-    with running(tiny_checkpoint, directory, switch=None, env=DEFAULT_THRESHOLD) as server:
-        yield server
+def fast_server(name: str, **how: Any) -> Any:
+    """Return the fixture of a server that differs from the fast one of ``servers`` as given."""
+
+    @pytest.fixture(scope="session", name=name)
+    def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        with running(tiny_checkpoint, tmp_path_factory.mktemp(name), switch=None, **how) as started:
+            yield started
+
+    return server
 
 
-@pytest.fixture(scope="session")
-def captured_server(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """Yield a server whose decode steps and prefill tails are replayed."""
-    directory = tmp_path_factory.mktemp("captured")
-    graphs: Any = {"arguments": CAPTURED_ARGUMENTS, "env": CAPTURED_GRAPHS}
-    with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def ranks_server(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """Yield a server of two tensor-parallel ranks, with metrics; it audits each cut prefill."""
-    audited: dict[str, str | None] = {
-        settings.name_of("audit"): "1",
-        settings.name_of("audit_strict"): "1",
-    }
-    how: Any = {"arguments": ("--enable-metrics", "--tp-size", "2"), "env": audited}
-    with running(tiny_checkpoint, tmp_path_factory.mktemp("ranks"), switch=None, **how) as server:
-        yield server
+#: With the package and none of its variables, as users have it.
+default_server = fast_server("default_server", env=DEFAULT_THRESHOLD)
+#: Its decode steps and prefill tails are replayed.
+captured_server = fast_server("captured_server", arguments=CAPTURED_ARGUMENTS, env=CAPTURED_GRAPHS)
+#: Two tensor-parallel ranks, with metrics; it audits each cut prefill.
+ranks_server = fast_server(
+    "ranks_server",
+    arguments=("--enable-metrics", "--tp-size", "2"),
+    env={settings.name_of("audit"): "1", settings.name_of("audit_strict"): "1"},
+)
 
 
 @pytest.fixture(scope="session")
@@ -267,11 +258,8 @@ def said(caplog: pytest.LogCaptureFixture) -> Said:
     caplog.set_level(logging.INFO, log.logger.name)
 
     def lines(level: int = logging.INFO) -> list[str]:
-        found: list[str] = []
-        for record in caplog.records:
-            if record.name == log.logger.name and record.levelno >= level:
-                found.append(record.getMessage())
-        return found
+        ours = [record for record in caplog.records if record.name == log.logger.name]
+        return [record.getMessage() for record in ours if record.levelno >= level]
 
     return lines
 

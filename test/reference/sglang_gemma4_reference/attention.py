@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 _BLOCK = 256
 
 
-def _listed(numbers: torch.Tensor) -> list[int]:
-    """Return a batch's numbers, read on the host: the only such reads of extend and decode."""
-    listed: list[int] = numbers.tolist()
-    return listed
-
-
 class LayerCache(NamedTuple):
     """Places of one layer's K and V.
 
@@ -87,12 +81,13 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         if not batch.forward_mode.is_target_verify():
             return _attend(q, *where, rows=batch.extend_seq_lens)
         drafts = batch.spec_info.draft_token_num
-        return _as_one_node(q, *where, rows=drafts, ahead=drafts)
+        return recorder.as_one_node(_attend, q, *where, rows=drafts, ahead=drafts)
 
     def forward_decode(self, q: torch.Tensor, *call: Any, **kwargs: Any) -> torch.Tensor:
         """Write K and V, then attend as the last row of each request; see ``forward_extend``."""
         cache, layer, batch = self._write(*call, **kwargs)
-        return _as_one_node(q, cache, layer, batch.req_pool_indices, batch.seq_lens, rows=1)
+        where = cache, layer, batch.req_pool_indices, batch.seq_lens
+        return recorder.as_one_node(_attend, q, *where, rows=1)
 
     def _write(
         self,
@@ -147,12 +142,6 @@ def register_as_proven() -> None:
             )
 
 
-def _as_one_node(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call ``_attend`` as one node of a graph; at its replay the host reads the lengths."""
-    attended: torch.Tensor = recorder.as_one_node(_attend, q, *args, **kwargs)
-    return attended
-
-
 def _attend(
     q: torch.Tensor,
     cache: LayerCache,
@@ -163,7 +152,7 @@ def _attend(
     rows: torch.Tensor | int,
     ahead: int = 0,
 ) -> torch.Tensor:
-    """Attend to the cache.
+    """Attend to the cache; the host reads requests, lengths and rows, also at a graph's replay.
 
     Args:
         q: [rows of all requests, heads * head_dim].
@@ -176,11 +165,11 @@ def _attend(
         [rows of all requests, heads * head_dim].
     """
     q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-    kv_lens = _listed(lengths + ahead)
-    query_lens = [rows] * len(kv_lens) if isinstance(rows, int) else _listed(rows)
+    kv_lens = (lengths + ahead).tolist()
+    query_lens = [rows] * len(kv_lens) if isinstance(rows, int) else rows.tolist()
     out = q.new_empty(*q.shape[:-1], cache.values.shape[-1])
     start = 0
-    for request, kv_len, query_len in zip(_listed(requests), kv_lens, query_lens, strict=True):
+    for request, kv_len, query_len in zip(requests.tolist(), kv_lens, query_lens, strict=True):
         end = start + query_len
         # The number of keys before its own that a row sees.
         window = layer.sliding_window_size if layer.sliding_window_size > 0 else kv_len

@@ -255,6 +255,7 @@ def config_dict(shape: Gemma4Shape) -> dict[str, Any]:
             },
         },
     }
+    vision_head_dim = shape.vision.hidden_size // shape.vision.heads
     vision = {
         "model_type": "gemma4_vision",
         "dtype": shape.dtype,
@@ -263,8 +264,8 @@ def config_dict(shape: Gemma4Shape) -> dict[str, Any]:
         "num_hidden_layers": shape.vision.layers,
         "num_attention_heads": shape.vision.heads,
         "num_key_value_heads": shape.vision.heads,
-        "head_dim": shape.vision.hidden_size // shape.vision.heads,
-        "global_head_dim": shape.vision.hidden_size // shape.vision.heads,
+        "head_dim": vision_head_dim,
+        "global_head_dim": vision_head_dim,
     }
     audio = shape.audio and {
         "model_type": "gemma4_audio",

@@ -265,17 +265,11 @@ class Engine:
 
     def kv_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for layer in self.layers_with_kv:
-            found.append(self._buffers(layer))
-        return found
+        return [self._buffers(layer) for layer in self.layers_with_kv]
 
     def kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return copies of ``kv_buffers``."""
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for keys, values in self.kv_buffers():
-            found.append((keys.clone(), values.clone()))
-        return found
+        return [(keys.clone(), values.clone()) for keys, values in self.kv_buffers()]
 
     def poison(self, batch: ScheduleBatch) -> None:
         """Overwrite K and V at the slots that ``batch`` must write, so that a skipped write shows.
@@ -291,8 +285,8 @@ class Engine:
         """Return copies of K and V, at the slots that ``batch`` writes, of layers that own some."""
         found: list[torch.Tensor] = []
         for layer in self.layers_with_kv:
-            for buffer in self._buffers(layer):
-                found.append(buffer[self._written_slots(batch, layer)])
+            slots = self._written_slots(batch, layer)
+            found += [buffer[slots] for buffer in self._buffers(layer)]
         return found
 
     def _written_slots(self, batch: ScheduleBatch, layer: int) -> torch.Tensor:

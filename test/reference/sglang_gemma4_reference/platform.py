@@ -151,9 +151,7 @@ def _deal_out_cores(processes: int) -> None:
     if processes == 1:
         return
     cores = sorted(os.sched_getaffinity(0))
-    shares = []
-    for i in range(processes):
-        shares.append(cores[i::processes] or [cores[i % len(cores)]])
+    shares = [cores[i::processes] or [cores[i % len(cores)]] for i in range(processes)]
     listed = "|".join(",".join(map(str, share)) for share in shares)
     # Without it SGLang needs a NUMA node for each of them.
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", listed)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -48,6 +48,8 @@ _BLANK = {
 }
 # Collectives that fill a tensor that they are given.
 _FILLING = {"allreduce_", "_allgather_base_", "broadcast_", "_reduce_scatter_base_"}
+
+T = TypeVar("T")
 
 _recording: ContextVar[Recording | None] = ContextVar("_recording", default=None)
 
@@ -77,7 +79,7 @@ def note(what: Hashable, count: int) -> bool:
     return True
 
 
-def as_one_node(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def as_one_node(kernel: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call ``kernel``, as one node of the graph if it is being recorded.
 
     Args:
@@ -87,7 +89,8 @@ def as_one_node(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     recording = _recording.get()
     if recording is None:
         return kernel(*args, **kwargs)
-    return recording.node(kernel, args, kwargs)
+    output: T = recording.node(kernel, args, kwargs)
+    return output
 
 
 @contextmanager
@@ -219,12 +222,9 @@ class RecordedGraph:
         Args:
             declared: (trees of) tensors that stay where they are for as long as the graph lives.
         """
-        known = set(map(_memory, tensors_in(declared)))
-        found: list[tuple[torch.Tensor, str]] = []
-        for memory, foreign in self._foreign.items():
-            if memory not in known and memory not in self._constants:
-                found.append((foreign.tensor, foreign.call))
-        return found
+        known = {*map(_memory, tensors_in(declared)), *self._constants}
+        captured = [self._foreign[memory] for memory in self._foreign if memory not in known]
+        return [(foreign.tensor, foreign.call) for foreign in captured]
 
     def replay(self) -> None:
         """Run the graph on the current contents of its tensors.

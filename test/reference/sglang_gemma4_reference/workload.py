@@ -141,10 +141,7 @@ def _random_length(draw: random.Random, longest: int) -> int:
 
 def random_tokens(draw: random.Random, count: int, vocabulary: int) -> list[int]:
     """Return ``count`` random text tokens."""
-    found: list[int] = []
-    for _ in range(count):
-        found.append(draw.randrange(FIRST_TEXT_TOKEN, vocabulary))
-    return found
+    return [draw.randrange(FIRST_TEXT_TOKEN, vocabulary) for _ in range(count)]
 
 
 def picture(colour: str, size: int) -> str:
@@ -165,10 +162,8 @@ def random_requests(count: int, *, seed: int, vocabulary: int, longest: int) -> 
     prefixes = []
     for _ in range(_PREFIXES):
         prefixes.append(random_tokens(draw, draw.randint(10, min(600, longest)), vocabulary))
-    found: list[Request] = []
-    for i in range(count):
-        found.append(_random_request(draw, f"{seed}-{i}", prefixes, vocabulary, longest))
-    return found
+    rids = [f"{seed}-{number}" for number in range(count)]
+    return [_random_request(draw, rid, prefixes, vocabulary, longest) for rid in rids]
 
 
 def _random_request(

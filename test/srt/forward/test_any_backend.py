@@ -6,8 +6,7 @@ SGLang's Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,35 +29,22 @@ from sglang_gemma4_yoco.admission import runner_parts
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
-ALONE = {"attention_backend": "intel_xpu"}
-SPLIT = {"prefill_attention_backend": "intel_xpu", "decode_attention_backend": "triton"}
+ALONE: dict[str, Any] = {"attention_backend": "intel_xpu", "page_size": 64}
+#: The hybrid's pages are of 128 tokens, as SGLang requires.
+SERVERS: dict[str, dict[str, Any]] = {
+    "alone": ALONE | {"cuda_graph_bs_decode": [2]},
+    "hybrid": {"prefill_attention_backend": "intel_xpu", "decode_attention_backend": "triton"},
+}
 
 
-def started(checkpoint: Path, **arguments: Any) -> Engine:
-    return Engine(checkpoint, **ENGINE | ALONE | arguments)
-
-
-@pytest.fixture(scope="module", params=["alone", "hybrid"])
+@pytest.fixture(scope="module", params=SERVERS)
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
-    """Return an engine with pages of 64 tokens; the hybrid's are of 128, as SGLang requires."""
-    alone = {"page_size": 64, "cuda_graph_bs_decode": [2]}
-    hybrid = {"attention_backend": None} | SPLIT
-    return started(tiny_checkpoint, **(alone if request.param == "alone" else hybrid))
+    return Engine(tiny_checkpoint, **ENGINE, **SERVERS[request.param])
 
 
-@contextmanager
-def no_tail_on_main() -> Iterator[None]:
-    with mock.patch.object(FrontBackend, "forward_decode", side_effect=AssertionError("on main")):
-        yield
-
-
-@contextmanager
-def rebuilt_afterwards(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
-    """Undo the test's patches and rebuild the attention backends after the ``with`` block."""
-    with pytest.MonkeyPatch.context() as changed:
-        yield changed
-    engine.runner.init_attention_backends()
-    assert state_of(engine).off_because is None
+no_tail_on_main = mock.patch.object(
+    FrontBackend, "forward_decode", side_effect=AssertionError("on main")
+)
 
 
 def test_the_captured_tail(engine: Engine) -> None:
@@ -67,7 +53,7 @@ def test_the_captured_tail(engine: Engine) -> None:
     record_tail(engine, 2)
     try:
         for prompts in (batch_of((0, 70)), batch_of((64, 9), (100, 41))):
-            with no_tail_on_main():
+            with no_tail_on_main:
                 assert_fast(engine, prompts, replays=True)
         assert times(counters.TAIL_CAPTURED) == 2
     finally:
@@ -77,16 +63,12 @@ def test_the_captured_tail(engine: Engine) -> None:
 # ---------------------------------------------------------------- at start
 
 
-def out_of_memory(_: Any) -> Any:
-    raise MemoryError("no room for a second attention backend")
-
-
-@pytest.mark.parametrize("build", [out_of_memory, FrontBackend])
+@pytest.mark.parametrize("build", [mock.Mock(side_effect=MemoryError), FrontBackend])
 def test_no_tail_runs_without_a_suitable_backend(
     engine: Engine, build: Callable[[Any], Any]
 ) -> None:
     """No tail runs if its backend cannot be built, or if the registered one cannot run a tail."""
-    with rebuilt_afterwards(engine) as broken:
+    with pytest.MonkeyPatch.context() as broken:
         broken.setitem(ATTENTION_BACKENDS, "triton", build)
         if type(engine.runner.attn_backend) is HybridAttnBackend:
             broken.setattr(compat.attention, "build_backend", build)
@@ -94,10 +76,12 @@ def test_no_tail_runs_without_a_suitable_backend(
         engine.runner.init_attention_backends()
         assert state_of(engine).backends is None
         assert state_of(engine).off_because == runner_parts.NO_TAIL
-        with no_tail_on_main():
+        with no_tail_on_main:
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
         assert times(runner_parts.NO_TAIL) == 1
+    engine.runner.init_attention_backends()
+    assert state_of(engine).off_because is None
 
 
 def test_the_prs_helper_looks_at_the_current_backend(engine: Engine) -> None:
@@ -114,6 +98,6 @@ def test_the_prs_helper_looks_at_the_current_backend(engine: Engine) -> None:
 
 def test_pools_in_hnd_layout(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
-    engine = started(tiny_checkpoint, page_size=64)
+    engine = Engine(tiny_checkpoint, **ENGINE, **ALONE)
     reason = "K and V are not stored slot by slot, but in 4 dimensions"
     assert str(state_of(engine).off_because) == reason

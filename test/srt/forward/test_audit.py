@@ -63,19 +63,16 @@ def test_both_chunks_of_steady_prompts_are_audited(engine: Engine) -> None:
 # ---------------------------------------------------------------- differences
 
 
-def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Corrupt the tail's output; K and V stay correct."""
-    stock = gemma4.run_tail
-    monkeypatch.setattr(gemma4, "run_tail", lambda *args: -stock(*args))
-
-
 def _another_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Corrupt one row: with input log-probabilities, not a request's last one."""
+    """Corrupt the tail's first row: with input log-probabilities, not a request's last one.
+
+    K and V stay correct.
+    """
     stock = gemma4.run_tail
 
     def run_tail(*args: Any) -> torch.Tensor:
         rows = stock(*args)
-        rows[1] *= 1.1
+        rows[0] *= 1.1
         return rows
 
     monkeypatch.setattr(gemma4, "run_tail", run_tail)
@@ -112,7 +109,7 @@ def test_lines_end_and_counts_go_on(
 ) -> None:
     assert audit._MOST_LINES == 16, "docs/log.md has this number"
     monkeypatch.setattr(audit, "_MOST_LINES", 2)
-    _other_rows(monkeypatch)
+    _another_row(monkeypatch)
     with audited(engine), caplog.at_level("ERROR", log.logger.name):
         for length in range(5, 9):
             run(engine, engine.schedule(batch_of((0, length))), "1")
@@ -127,7 +124,7 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
         run(engine, engine.schedule(TWO_PROMPTS), "1")
         assert state.off_because is None
         with monkeypatch.context() as broken, caplog.at_level("ERROR", log.logger.name):
-            _other_rows(broken)
+            _another_row(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
         assert state.off_because == audit.DIFFERED
         off = f"falls back to stock for this server: {audit.DIFFERED}"

@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from harness import truth
 from harness.batches import BATCHES, batch_of
-from harness.forwards import assert_fast
+from harness.forwards import ENGINE, assert_fast, outcomes
 from harness.observe import Observed, run
-from harness.rounding import (
-    rounded_otherwise,
-)
+from harness.rounding import rounded_otherwise
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters
 
 WINDOW = E2B_TINY.sliding_window
@@ -44,49 +40,12 @@ ALL = {
 MODELS = {"mild": dataclasses.replace(E2B_TINY, dtype="bfloat16"), "sharp": E2B_TINY_SHARP}
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / model, MODELS[model])
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Any:
-    return truth.load(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Engine:
-    made = Engine(checkpoint, device="cpu", dtype="bfloat16", max_total_tokens=4096)
-    assert made.text_model.layers[0].mlp.gate_up_proj.weight.dtype is torch.bfloat16
-    return made
-
-
-@pytest.fixture(autouse=True)
-def _nothing_else_fell_back() -> Iterator[None]:
-    reset_log()
-    yield
-    assert {*counters.served.forwards} <= {counters.TAIL_EAGER, counters.TAIL_SKIPPED, SWITCHED_OFF}
-
-
 def answers(seen: Observed) -> torch.Tensor:
     """Return log-probabilities of the token after each prompt: [prompts, vocab]."""
     assert seen.hidden is not None
     assert seen.hidden.dtype is torch.bfloat16
     logprobs: torch.Tensor = seen.output.next_token_logits.float().log_softmax(-1)
     return logprobs
-
-
-def both_ways(engine: Engine, name: str) -> tuple[Observed, Observed]:
-    """Return the stock forward and the fast one, whose rows are asserted."""
-    stock, fast = assert_fast(engine, ALL[name], tolerance=math.inf)
-    assert {k.dtype for k, _ in fast.kv} == {torch.bfloat16}
-    return stock, fast
 
 
 def all_answers(engine: Engine, rounding: int) -> torch.Tensor:
@@ -99,27 +58,26 @@ def all_answers(engine: Engine, rounding: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.fixture(scope="module")
-def rounded(engine: Engine) -> list[torch.Tensor]:
-    """Return stock's answers to all prompts, under four perturbations of its rounding."""
-    found: list[torch.Tensor] = []
-    for rounding in range(4):
-        found.append(all_answers(engine, rounding))
-    return found
-
-
-def test_answers(engine: Engine, oracle: Any, model: str, rounded: list[torch.Tensor]) -> None:
+@pytest.mark.usefixtures("forgotten_reports")
+@pytest.mark.parametrize("model", MODELS)
+def test_answers(model: str, tmp_path: Path) -> None:
     """All prompts are judged together: the errors of a few vary too much."""
-    stock, fast, want = [], [], []
-    for name, prompts in ALL.items():
-        one, other = both_ways(engine, name)
-        stock.append(answers(one))
-        fast.append(answers(other))
+    checkpoint = write_checkpoint(tmp_path, MODELS[model])
+    engine = Engine(checkpoint, **ENGINE | {"dtype": "bfloat16"})
+    assert engine.text_model.layers[0].mlp.gate_up_proj.weight.dtype is torch.bfloat16
+    oracle, stock, fast, want = truth.load(checkpoint), [], [], []
+    for prompts in ALL.values():
+        seen = assert_fast(engine, prompts, tolerance=math.inf)
+        assert {keys.dtype for keys, _ in seen[1].kv} == {torch.bfloat16}
+        stock.append(answers(seen[0]))
+        fast.append(answers(seen[1]))
         want += [truth.logprobs(oracle, prompt.cached + prompt.new) for prompt in prompts]
+    assert outcomes().keys() <= {counters.TAIL_EAGER, counters.TAIL_SKIPPED}
     by_stock, by_fast = torch.cat(stock), torch.cat(fast)
     # In bf16 a sharp model's answers are as far from fp32's as those of two prompts are apart.
     limit = {"at_most": 1.0}
     if model == "mild":
         limit = {}
     truth.assert_no_further(by_fast, by_stock, torch.stack(want), **limit)
+    rounded = [all_answers(engine, rounding) for rounding in range(4)]
     truth.assert_as_near_as_rounding(by_fast, by_stock, rounded)

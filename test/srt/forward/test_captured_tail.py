@@ -238,10 +238,7 @@ def buffers(engine: Engine, eager_state: ModelState) -> Iterator[Callable[[], li
         planner.forward_metadata = object()
 
     def left() -> list[str]:
-        names = []
-        for name in vars(planner):
-            if name.startswith("cuda_graph_"):
-                names.append(name)
+        names = [name for name in vars(planner) if name.startswith("cuda_graph_")]
         return names + ["a plan"] * (planner.forward_metadata is not None)
 
     with patched(
@@ -370,8 +367,9 @@ def test_garbage_is_not_collected_during_a_capture(
     monkeypatch.setattr(gc, "freeze", partial(frozen.append, True))
     monkeypatch.setattr(gc, "unfreeze", partial(frozen.append, False))
     monkeypatch.setattr(Bucket, "_run", run)
-    with arguments_are(enable_cudagraph_gc=collects):
-        record_tail(engine, MOST)
+    read, given = compat.server.read_argument, {"enable_cudagraph_gc": collects}
+    monkeypatch.setattr(compat.server, "read_argument", lambda name: given.get(name) or read(name))
+    record_tail(engine, MOST)
     assert set(seen) == {not collects}
     assert frozen[-1] is False
 
@@ -406,10 +404,8 @@ def test_rows_that_are_captured(
 def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
     planned = list(vars(backends_of(engine).tail_backend).values())
     declared = [*static_tensors(engine), *tensors_in([vars(tail._inputs)])]
-    without_rows = []
-    for t in declared:
-        if t.data_ptr() != tail._inputs.rows.data_ptr():
-            without_rows.append(t)
+    rows_at = tail._inputs.rows.data_ptr()
+    without_rows = [tensor for tensor in declared if tensor.data_ptr() != rows_at]
     for rows, graph in tail.captured.graphs.items():
         assert len(graph) > 20 * (LAYERS - FIRST_CUT)
         assert graph.undeclared(declared, planned) == [], rows
@@ -472,18 +468,9 @@ def test_decode_steps_in_graphs_of_another_kind(
     """Piecewise graphs run Python between the pieces."""
     config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
     steps = object.__new__(DecodeCudaGraphRunner)
-    with monkeypatch.context() as other, arguments_are(cuda_graph_config=config):
+    with monkeypatch.context() as other, releases.published(cuda_graph_config=config):
         other.setattr(engine.runner, "decode_cuda_graph_runner", steps)
         assert reason(engine) == lifecycle.NO_GRAPHS
-
-
-@contextmanager
-def arguments_are(**given: Any) -> Iterator[None]:
-    """Set these server arguments in the ``with`` block."""
-    stock = compat.server.read_argument
-    argument = lambda name: given.get(name) or stock(name)  # noqa: E731
-    with mock.patch.object(compat.server, "read_argument", argument):
-        yield
 
 
 @pytest.mark.usefixtures("can_be_captured")
@@ -495,7 +482,7 @@ class TestReasons:
 
     @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
     def test_arguments(self, engine: Engine, name: str) -> None:
-        with arguments_are(**{name: True}):
+        with releases.published(**{name: True}):
             assert reason(engine).startswith(f"{name}: ")
         assert_fast(engine, TWO_PROMPTS)
 

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 MODEL = gemma4_causal.Gemma4TextModel
 Foreign = Callable[[Engine], AbstractContextManager[object]]
+Judge = Callable[[], str | None]
 
 
 def wrapped(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,9 +100,9 @@ class MyNorm(layernorm.RMSNorm):
         return super().forward_native(*args, **kwargs)
 
 
-def assigned(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractContextManager[object]:
-    """Patch an attribute of a class or module with the result of ``make``."""
-    return mock.patch.object(owner, name, make(vars(owner)[name]))
+def assigned(owner: Any, name: str, make: Callable[[Any], Any]) -> Foreign:
+    """Return a patch of an attribute of a class or module with the result of ``make``."""
+    return lambda _: mock.patch.object(owner, name, make(vars(owner)[name]))
 
 
 @contextmanager
@@ -135,31 +136,27 @@ CASES: dict[str, tuple[Foreign, str]] = {
         "the model has a test_classes.MyNorm",
     ),
     "a method that is wrapped": (
-        lambda _: assigned(gemma4_causal.Gemma4DecoderLayer, "forward", wrapped),
+        assigned(gemma4_causal.Gemma4DecoderLayer, "forward", wrapped),
         "Gemma4DecoderLayer.forward runs test_classes.theirs",
     ),
     "a method that is wrapped, in torch's wrapper": (
-        lambda _: assigned(
-            MODEL, "project_per_layer_inputs", lambda f: torch.no_grad()(wrapped(f))
-        ),
+        assigned(MODEL, "project_per_layer_inputs", lambda f: torch.no_grad()(wrapped(f))),
         "Gemma4TextModel.project_per_layer_inputs runs test_classes.theirs",
     ),
     "a method of torch's": (
-        lambda _: assigned(torch.nn.Module, "_call_impl", wrapped),
+        assigned(torch.nn.Module, "_call_impl", wrapped),
         "Module._call_impl runs test_classes.theirs",
     ),
     "a method that is replaced by an object": (
-        lambda _: assigned(radix_attention.RadixAttention, "forward", lambda _: Callback()),
+        assigned(radix_attention.RadixAttention, "forward", lambda _: Callback()),
         "RadixAttention.forward runs test_classes.Callback",
     ),
     "a property": (
-        lambda _: assigned(
-            gemma4_mm.Gemma4ForConditionalGeneration, "model", lambda _: property(seen)
-        ),
+        assigned(gemma4_mm.Gemma4ForConditionalGeneration, "model", lambda _: property(seen)),
         "Gemma4ForConditionalGeneration.model runs test_classes.seen",
     ),
     "a static method": (
-        lambda _: assigned(
+        assigned(
             logits_processor.LogitsMetadata,
             "from_forward_batch",
             lambda _: staticmethod(functools.partial(passed_on, seen)),
@@ -167,15 +164,15 @@ CASES: dict[str, tuple[Foreign, str]] = {
         "LogitsMetadata.from_forward_batch runs test_classes.",
     ),
     "a class": (
-        lambda _: assigned(gemma4_causal, "Gemma4RMSNorm", lambda _: MyNorm),
+        assigned(gemma4_causal, "Gemma4RMSNorm", lambda _: MyNorm),
         "sglang.srt.models.gemma4_causal.Gemma4RMSNorm runs test_classes.MyNorm",
     ),
     "a kernel": (
-        lambda _: assigned(triton_backend, "get_num_kv_splits_triton", lambda _: triton.jit(seen)),
+        assigned(triton_backend, "get_num_kv_splits_triton", lambda _: triton.jit(seen)),
         "sglang.srt.layers.attention.triton_backend.get_num_kv_splits_triton runs test_classes.",
     ),
     "an operator": (
-        lambda _: assigned(
+        assigned(
             gemma4_mm,
             "general_mm_embed_routine",
             lambda _: torch.library.custom_op("theirs::copied", copied, mutates_args=()),
@@ -183,17 +180,15 @@ CASES: dict[str, tuple[Foreign, str]] = {
         "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.copied",
     ),
     "a script": (
-        lambda _: assigned(
-            gemma4_mm, "general_mm_embed_routine", lambda _: torch.jit.script(copied)
-        ),
+        assigned(gemma4_mm, "general_mm_embed_routine", lambda _: torch.jit.script(copied)),
         "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.copied",
     ),
     "a function": (
-        lambda _: assigned(gemma4_mm, "general_mm_embed_routine", wrapped),
+        assigned(gemma4_mm, "general_mm_embed_routine", wrapped),
         "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.theirs",
     ),
     "a method of the attention backend": (
-        lambda _: assigned(AttentionBackend, "forward", wrapped),
+        assigned(AttentionBackend, "forward", wrapped),
         "AttentionBackend.forward runs test_classes.theirs",
     ),
     "an attention backend's own method": (
@@ -245,7 +240,7 @@ CASES: dict[str, tuple[Foreign, str]] = {
 
 
 @pytest.fixture
-def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
+def judged(engine: Engine) -> Iterator[Judge]:
     """Yield a function that judges the server again and returns why it refuses, or None."""
 
     def decide() -> str | None:
@@ -259,7 +254,7 @@ def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_third_party_code_makes_a_server_stock(
-    engine: Engine, judged: Callable[[], str | None], setting: Change, name: str
+    engine: Engine, judged: Judge, setting: Change, name: str
 ) -> None:
     """The reason has place, module and name, and the setting that accepts the code."""
     foreign, beginning = CASES[name]
@@ -288,7 +283,7 @@ NORM = f"{__name__}.MyNorm"
 )
 def test_names_that_are_trusted(
     engine: Engine,
-    judged: Callable[[], str | None],
+    judged: Judge,
     setting: Change,
     trust: tuple[str, ...],
     refused: str,
@@ -300,9 +295,7 @@ def test_names_that_are_trusted(
     assert reason.partition(" which")[0] == refused
 
 
-def test_all_third_party_code_is_named_at_once(
-    engine: Engine, judged: Callable[[], str | None]
-) -> None:
+def test_all_third_party_code_is_named_at_once(engine: Engine, judged: Judge) -> None:
     """One start of the server names all of them."""
     norm = engine.text_model.norm
     with norm.register_forward_hook(mock.Mock()), another_class(norm, MyNorm):
@@ -311,7 +304,7 @@ def test_all_third_party_code_is_named_at_once(
 
 
 def test_what_is_trusted_vouches_for_nothing_else(
-    engine: Engine, judged: Callable[[], str | None], setting: Change
+    engine: Engine, judged: Judge, setting: Change
 ) -> None:
     """Trust covers no other code.
 
@@ -324,7 +317,7 @@ def test_what_is_trusted_vouches_for_nothing_else(
         assert judged() is None
         with mock.patch.object(MyNorm, "forward_native", calls):
             assert (judged() or "").startswith("MyNorm.forward_native runs unittest.mock.")
-    with assigned(MODEL, "forward", lambda forward: wrapped(mock.Mock(wraps=forward))):
+    with assigned(MODEL, "forward", lambda forward: wrapped(mock.Mock(wraps=forward)))(engine):
         assert (judged() or "").startswith("Gemma4TextModel.forward runs unittest.mock.")
     setting(trust=(NORM,))
     norm = engine.text_model.norm
@@ -333,7 +326,7 @@ def test_what_is_trusted_vouches_for_nothing_else(
 
 
 def test_a_forward_that_is_not_ours_any_more(
-    engine: Engine, judged: Callable[[], str | None], setting: Change
+    engine: Engine, judged: Judge, setting: Change
 ) -> None:
     """No prefill is cut after third-party code has restored the original method."""
     stock = inspect.unwrap(MODEL.forward)
@@ -343,9 +336,7 @@ def test_a_forward_that_is_not_ours_any_more(
         assert judged() is None
 
 
-def test_what_cannot_be_judged(
-    engine: Engine, judged: Callable[[], str | None], said: Said
-) -> None:
+def test_what_cannot_be_judged(engine: Engine, judged: Judge, said: Said) -> None:
     """An object that raises when it is inspected makes the server run as stock, and not end."""
 
     def refuse(_: object) -> None:
@@ -361,15 +352,15 @@ def test_what_cannot_be_judged(
     assert judged() is None
 
 
-def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> None:
+def test_what_sees_no_rows(engine: Engine, judged: Judge) -> None:
     """Hooks in the vision tower and wrappers of loading or starting a model are accepted."""
     outer = type(engine.runner.model)
     with ExitStack() as stack:
         for name in ("__init__", "load_weights", "get_image_feature"):
-            stack.enter_context(assigned(outer, name, wrapped))
+            stack.enter_context(assigned(outer, name, wrapped)(engine))
         tower = engine.runner.model.vision_tower
         stack.enter_context(tower.register_forward_hook(seen))
-        stack.enter_context(assigned(type(engine.runner), "forward", wrapped))
+        stack.enter_context(assigned(type(engine.runner), "forward", wrapped)(engine))
         norm = engine.text_model.norm  # no hook, but named like one
         stack.enter_context(patched(norm, add_forward_hooks=norm.register_forward_hook))
         assert judged() is None
@@ -379,7 +370,7 @@ def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> 
 def test_doctor_judges_what_needs_no_weights(setting: Change, engine: Engine) -> None:
     """It reports the server's reasons that follow from code alone, in the same words."""
     setting(trust=("theirs", __name__))
-    with assigned(logits_processor.LogitsProcessor, "forward", wrapped):
+    with assigned(logits_processor.LogitsProcessor, "forward", wrapped)(engine):
         trusting = examined()
         setting(trust=())
         refusing = examined()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -63,13 +63,6 @@ def trusted(engine: Engine) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def doubled() -> Iterator[Callable[[Any], None]]:
-    """Yield a function that halves a linear layer's weights but not its results."""
-    with ExitStack() as stack:
-        yield lambda projection: stack.enter_context(halved_weights(projection))
-
-
 def _give(**values: Any) -> Callable[[Any], None]:
     return lambda projection: vars(projection).update(values)
 
@@ -111,25 +104,20 @@ def test_projections_that_cannot_be_sliced(engine: Engine, name: str) -> None:
 
 
 @pytest.mark.parametrize("prompts", [*BATCHES.values(), CHUNKS], ids=[*BATCHES, "chunks"])
-def test_a_donor_whose_weights_are_not_plain(
-    engine: Engine, doubled: Callable[[Any], None], prompts: list[Prompt]
-) -> None:
+def test_a_donor_whose_weights_are_not_plain(engine: Engine, prompts: list[Prompt]) -> None:
     """Its whole projection is computed, and the unneeded part dropped."""
-    doubled(donor_layer(engine).self_attn.qkv_proj)
-    assert_fast(engine, prompts)
+    with halved_weights(donor_layer(engine).self_attn.qkv_proj):
+        assert_fast(engine, prompts)
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_per_layer_inputs_whose_weights_are_not_plain(
-    engine: Engine, doubled: Callable[[Any], None], name: str
-) -> None:
+def test_per_layer_inputs_whose_weights_are_not_plain(engine: Engine, name: str) -> None:
     """They are then projected for all rows and layers at once, as in stock."""
-    prompts = BATCHES[name]
-    doubled(engine.text_model.per_layer_model_projection)
-    assert not per_layer.can_be_split(engine.text_model)
-    engine.runner.init_attention_backends()  # weights are judged at start
-    total = new_rows(prompts)
-    assert_fast(engine, prompts, projected=[(total, LAYERS)])
+    prompts, model = BATCHES[name], engine.text_model
+    with halved_weights(model.per_layer_model_projection):
+        assert not per_layer.can_be_split(model)
+        engine.runner.init_attention_backends()  # weights are judged at start
+        assert_fast(engine, prompts, projected=[(new_rows(prompts), LAYERS)])
 
 
 # ---------------------------------------------------------------- kinds of layer S-1
@@ -206,21 +194,17 @@ def test_something_else_before_the_norm(engine: Engine) -> None:
         assert_fast(engine)
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("weights", [nullcontext, halved_weights], ids=["plain", "not plain"])
 def test_inputs_that_were_not_projected(
-    engine: Engine,
-    doubled: Callable[[Any], None],
-    monkeypatch: pytest.MonkeyPatch,
-    plain: bool,
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, weights: Callable[[Any], Any]
 ) -> None:
     """The model computes them in another way, so those of the tail are not known."""
     model = engine.text_model
-    if not plain:
-        doubled(model.per_layer_model_projection)
-        engine.runner.init_attention_backends()
     unseen = functools.partial(type(model).project_per_layer_inputs, model)
     monkeypatch.setattr(per_layer.PerLayerInputs, "project", lambda _, *args: unseen(*args))
-    assert_refused_late(engine, cut.OTHER_INPUTS)
+    with weights(model.per_layer_model_projection):
+        engine.runner.init_attention_backends()
+        assert_refused_late(engine, cut.OTHER_INPUTS)
 
 
 @pytest.mark.parametrize("rows", [-1, 1])

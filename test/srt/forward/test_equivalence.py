@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness.forwards import ENGINE
 from harness.random_batches import PROPERTIES, has_one_pool, holds, random_shape
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
@@ -20,9 +21,7 @@ SEEDS = [
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(
         write_checkpoint(tmp_path_factory.mktemp("checkpoint"), random_shape(request.param)),
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=8192,
+        **ENGINE | {"max_total_tokens": 8192},
         disable_hybrid_swa_memory=has_one_pool(request.param),
     )
 

@@ -36,7 +36,6 @@ from harness.forwards import ENGINE, InjectedError, state_of
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.media import MediaPrompt, media_batch
 from harness.prefill_exits import (
-    NEEDS_PREFILL_GRAPHS,
     RECORDED,
     ROWS,
     assert_served_alike,
@@ -60,7 +59,7 @@ from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.prefill_exits import exit_setup, graph_exits
 from sglang_gemma4_yoco.prefill_exits.graph_exits import ExitForward
 
-pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 WHOLE = LAYERS + 1  # segments of a graph
 TO_THE_EXIT = FIRST_CUT + 1  # of them, those before the attention of layer S-1
@@ -237,19 +236,15 @@ def another_exit(change: Callable[[ExitPoint], ExitPoint]) -> Iterator[None]:
         yield
 
 
-def larger_values(point: ExitPoint) -> ExitPoint:
-    return point._replace(values=point.values * 1.001)
-
-
+_replay = graphs.Bucket.replay
 WRONG: dict[str, Callable[[], Any]] = {
     "rows": lambda: another_exit(lambda p: p._replace(rows=p.rows.roll(1, 0))),
     "values for keys": lambda: another_exit(lambda p: p._replace(keys=p.values, values=p.keys)),
-    "values": lambda: another_exit(larger_values),
+    "values": lambda: another_exit(lambda p: p._replace(values=p.values * 1.001)),
     "no keys written": lambda: mock.patch.object(compat.pools, "write_keys_and_values"),
     "embeddings": lambda: mock.patch.object(ExitForward, "fast", without_embeddings),
-    "tail": lambda: mock.patch.object(graphs.Bucket, "replay", larger_rows),
+    "tail": lambda: mock.patch.object(graphs.Bucket, "replay", lambda b: _replay(b) * 1.001),
 }
-_replay = graphs.Bucket.replay
 _fast = ExitForward.fast
 
 
@@ -263,10 +258,6 @@ def without_embeddings(self: ExitForward, plan: Plan) -> torch.Tensor:
     right = self.embed
     with mock.patch.object(self, "embed", embed):
         return _fast(self, plan)
-
-
-def larger_rows(self: graphs.Bucket) -> torch.Tensor:
-    return _replay(self) * 1.001
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -36,7 +36,7 @@ from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, InjectedError, backends_of, outcomes, state_of, times
 from harness.observe import TOLERANCE, fields_of, without_padding
-from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, RECORDED
+from harness.prefill_exits import RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import (
@@ -51,7 +51,7 @@ from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 from sglang_gemma4_yoco.startup import checked, graphs_captured, guard
 
-pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 ERRORS = (InjectedError, torch.OutOfMemoryError)
 AN_ANSWER = f"{SGLANGS}get_server_args"  # raises without a server, as expected: no site

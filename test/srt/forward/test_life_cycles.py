@@ -30,7 +30,7 @@ from harness.batches import batch_of
 from harness.fixtures import Said
 from harness.forwards import ENGINE, state_of
 from harness.observe import without_padding
-from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, assert_served_alike, run
+from harness.prefill_exits import RECORDED, assert_served_alike, run
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.engine import Engine, reset_log
@@ -41,7 +41,7 @@ from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.prefill_exits import graph_exits
 
-pytestmark = [NEEDS_PREFILL_GRAPHS, pytest.mark.usefixtures("forgotten_reports")]
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 PACKAGE = "sglang_gemma4_yoco"
 TO_THE_EXIT = batch_of((0, 30))
@@ -54,11 +54,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
     Each test leaves all of it captured, and the exits open.
     """
-    captured: dict[str, Any] = {
-        "cuda_graph_bs_decode": [1],
-        "cuda_graph_backend_prefill": "breakable",
-        "cuda_graph_bs_prefill": [32],
-    }
+    captured = RECORDED | {"cuda_graph_bs_decode": [1], "cuda_graph_bs_prefill": [32]}
     with pytest.MonkeyPatch.context() as patched, graphs_on_a_cpu.recordable():
         patched.setenv(CAPTURED, "decode")
         patched.setattr(prefill_exits, "BUCKETS", [32])
@@ -171,9 +167,8 @@ def update_from_disk(engine: Engine, *, recapture: bool) -> None:
 
 def update_from_tensors(engine: Engine) -> None:
     updater = engine.runner.weight_updater
-    weights = []
-    for name, weight in engine.runner.model.named_parameters():
-        weights.append((name, weight.clone()))
+    named = engine.runner.model.named_parameters()
+    weights = [(name, weight.clone()) for name, weight in named]
     updater.begin_weight_update()
     updated, message = updater.update_weights_from_tensor(weights, load_format="direct")
     updater.end_weight_update(run_post_load=False)

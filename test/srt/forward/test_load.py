@@ -32,19 +32,13 @@ ALL = [text_model.__name__ for text_model, _ in FORWARDS]
 
 def list_cut() -> list[str]:
     """Return the text models whose forward is this package's."""
-    found = []
-    for text_model, name in FORWARDS:
-        if forward.is_wrapped(vars(text_model).get(name)):
-            found.append(text_model.__name__)
-    return found
+    models = [model for model, _ in FORWARDS]
+    return [model.__name__ for model in models if forward.is_wrapped(vars(model).get("forward"))]
 
 
 def of_sglang() -> list[Any]:
     """Return the functions to be wrapped."""
-    found: list[Any] = []
-    for owner, name in (*runner_methods.WRAPPED, *FORWARDS):
-        found.append(getattr(owner, name))
-    return found
+    return [getattr(owner, name) for owner, name in (*runner_methods.WRAPPED, *FORWARDS)]
 
 
 def refusal(caplog: pytest.LogCaptureFixture) -> str:

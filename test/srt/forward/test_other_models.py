@@ -19,7 +19,7 @@ from harness.batches import new_rows
 from harness.fixtures import Change
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock, state_of
 from harness.observe import run
-from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.admission import arguments, order
@@ -30,10 +30,6 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 EXPERTS = "rows of UnquantizedFusedMoEMethod may depend on each other"
-
-
-def engine_of(path: Path, shape: Gemma4Shape, **arguments: Any) -> Engine:
-    return Engine(write_checkpoint(path, shape), **(ENGINE | arguments))
 
 
 def assert_never_touched(engine: Engine) -> None:
@@ -47,7 +43,8 @@ def assert_never_touched(engine: Engine) -> None:
 
 
 def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path, replace(E2B_TINY, kv_shared_layers=0, layers=5))
+    shape = replace(E2B_TINY, kv_shared_layers=0, layers=5)
+    engine = Engine(write_checkpoint(tmp_path, shape), **ENGINE)
     assert order.find_model_reason(engine.text_model) == order.NO_SHARED_LAYERS
     assert_never_touched(engine)
 
@@ -156,10 +153,7 @@ def test_an_embedding_server_is_refused(
     with caplog.at_level("INFO", log.logger.name):
         engine = Engine(tiny_checkpoint, **ENGINE, is_embedding=True)
     assert not engine.runner.is_generation
-    said = []
-    for m in caplog.messages:
-        if "fast prefill" in m and "is installed" not in m:
-            said.append(m)
-    assert said == []
+    said = [line for line in caplog.messages if "fast prefill" in line]
+    assert [line for line in said if "is installed" not in line] == []
     assert state_of(engine).backends is None
     assert_stock(engine, arguments.EMBEDDINGS)

@@ -6,8 +6,6 @@ the layer before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -21,9 +19,8 @@ from harness.fixtures import Said
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, outcomes, state_of
 from harness.layer_rows import FIRST_SHARED, LAYERS, whole
 from harness.observe import TOLERANCE, assert_same_answers, run
-from harness.own_fast_prefill import MODEL
+from harness.own_fast_prefill import MODEL, started
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, metrics, plugin
 from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.commands import preflight, status
@@ -35,14 +32,6 @@ from sglang_gemma4_yoco.startup import patch
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 ROWS = 43  # of the two prompts
-
-
-@contextmanager
-def started(checkpoint: Path, *, flag: bool) -> Iterator[Engine]:
-    """Yield an engine of such an SGLang, with its flag on or off, started as by a server."""
-    arguments = ENGINE | {compat.server.FAST_PREFILL: flag}
-    with own_fast_prefill.started(checkpoint, **arguments) as engine:
-        yield engine
 
 
 def test_with_the_flag_off_this_package_serves(tiny_checkpoint: Path, said: Said) -> None:
@@ -86,18 +75,13 @@ def test_with_the_flag_on_sglang_serves_in_any_release(tiny_checkpoint: Path) ->
         assert state_of(engine).off_because == arguments.find_release_reason()
 
 
-@pytest.mark.parametrize(
-    ("flag", "refusals"),
-    [(False, []), (True, [arguments.SGLANG_SERVES.text])],
-)
-def test_doctor_says_which_one_serves(
-    tiny_checkpoint: Path, flag: bool, refusals: list[str]
-) -> None:
-    report, arguments = Report(), ENGINE | {compat.server.FAST_PREFILL: flag}
-    args = own_fast_prefill.Arguments(model_path=str(tiny_checkpoint), **arguments)
+@pytest.mark.parametrize("flag", [False, True])
+def test_doctor_says_which_one_serves(tiny_checkpoint: Path, flag: bool) -> None:
+    report, given = Report(), ENGINE | {compat.server.FAST_PREFILL: flag}
+    args = own_fast_prefill.Arguments(model_path=str(tiny_checkpoint), **given)
     with own_fast_prefill.added(), releases.serving(args):
         preflight._judge(report, gemma4, compat.server.read_argument)
-    assert report.refusals == refusals
+    assert report.refusals == [arguments.SGLANG_SERVES.text] * flag
     said = [line for line in report.lines if "by this package" in line]
     assert len(said) == (not flag)
 

@@ -104,11 +104,8 @@ def unlike(theirs: ForwardBatch, ours: ForwardBatch) -> dict[str, tuple[Any, Any
     """Return the fields that differ, as SGLang's value and ours."""
     ours_has, theirs_has = vars(ours), vars(theirs)
     assert ForwardBatch.__dataclass_fields__.keys() <= theirs_has.keys() == ours_has.keys()
-    found: dict[str, tuple[Any, Any]] = {}
-    for name, value in theirs_has.items():
-        if not same(value, ours_has[name]):
-            found[name] = (value, ours_has[name])
-    return found
+    differ = [name for name, value in theirs_has.items() if not same(value, ours_has[name])]
+    return {name: (theirs_has[name], ours_has[name]) for name in differ}
 
 
 @pytest.mark.parametrize("kind", KINDS)

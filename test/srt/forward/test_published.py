@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,36 +25,27 @@ from sglang_gemma4_yoco.patched import patched
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
-@pytest.fixture
-def planned(engine: Engine) -> Iterator[Any]:
-    """Yield a planned intermediate chunk of one prompt, inside a forward's context."""
-    main = backends_of(engine).main_backend
+def test_the_prs_helper_plans_the_tail_of_an_intermediate_chunk(engine: Engine) -> None:
+    """The package runs none of it; the caller gets its metadata, and the residual's rows."""
+    main, planned = backends_of(engine).main_backend, list[list[int]]()
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     batch.contains_last_prefill_chunk = False
     main.init_forward_metadata(batch)
-    with forward_context(ForwardContext(attn_backend=main)):
-        yield batch
-
-
-def test_the_prs_helper_plans_the_tail_of_an_intermediate_chunk(
-    engine: Engine, planned: Any
-) -> None:
-    """The package runs none of it; the caller gets its attention plan, and the residual's rows."""
-    main, plans = backends_of(engine).main_backend, list[list[int]]()
-    hidden = torch.randn(len(planned.input_ids), E2B_TINY.hidden_size)
+    hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
 
     def note(batch: Any) -> None:
-        plans.append(list(batch.extend_seq_lens_cpu))
+        planned.append(list(batch.extend_seq_lens_cpu))
 
-    compat.layers.start_residual(planned, hidden)
-    with patched(main, init_forward_metadata=note):
+    compat.layers.start_residual(batch, hidden)
+    span = forward_context(ForwardContext(attn_backend=main))
+    with span, patched(main, init_forward_metadata=note):
         rows, *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
-            hidden, planned.positions, None, planned
+            hidden, batch.positions, None, batch
         )
-        assert compat.layers.get_residual(planned) is rows
+        assert compat.layers.get_residual(batch) is rows
         restore()
-    assert compat.layers.get_residual(planned) is hidden
-    assert plans == [[1], [len(hidden)]]
+    assert compat.layers.get_residual(batch) is hidden
+    assert planned == [[1], [len(hidden)]]
 
 
 @pytest.mark.parametrize(

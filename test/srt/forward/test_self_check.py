@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -57,20 +57,6 @@ from sglang_gemma4_yoco.startup import graphs_captured, guard, runner_methods
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
-@contextmanager
-def nothing_left(engine: Engine) -> Iterator[None]:
-    """Assert that the block leaves tables, pools, counters and the model unchanged."""
-    counted = dict(counters.served.forwards)
-    with tensors_unchanged(engine):
-        yield
-    assert dict(counters.served.forwards) == counted
-    assert_untouched(engine)
-    modules = list(engine.text_model.modules())
-    assert [m for m in modules if m._forward_hooks or m._forward_pre_hooks] == []
-    assert [m for m in modules if {"forward", "project_per_layer_inputs"} & vars(m).keys()] == []
-    assert_fast(engine)
-
-
 # ---------------------------------------------------------------- what the check runs
 
 
@@ -79,9 +65,14 @@ def test_both_paths_are_taken(engine: Engine, said: Said) -> None:
 
     Nothing is left of it, counted or logged.
     """
-    with nothing_left(engine), counted(engine) as forwards:
+    with tensors_unchanged(engine), counted(engine) as forwards:
         assert checked(engine).agrees
-        assert said() == []
+    assert said() == []
+    assert not counters.served.forwards
+    assert_untouched(engine)
+    for module in engine.text_model.modules():
+        assert not {**module._forward_hooks, **module._forward_pre_hooks}
+        assert not {"forward", "project_per_layer_inputs"} & vars(module).keys()
     total, kept, suffix = sum(NEW), REQUESTS, (NEW[0] - 2) + 1 + NEW[2]
     before, tail = FIRST_SHARED - 1, LAYERS - FIRST_SHARED + 1
     assert forwards == [
@@ -91,6 +82,7 @@ def test_both_paths_are_taken(engine: Engine, said: Said) -> None:
         [0] * LAYERS,
         [total] * before + [kept] * tail,
     ]
+    assert_fast(engine)
 
 
 def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Engine) -> None:
@@ -360,10 +352,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
     for way in ("windows one key short", "windows one key long"):
         with BREAKAGES[way](state), check.run_both_paths(engine.runner, state) as both:
             found = both.findings()
-        means = []
-        for one in found:
-            if one.what.startswith("mean of the values"):
-                means.append(one.excess)
+        means = [each.excess for each in found if each.what.startswith("mean of the values")]
         assert max(means) > 50  # 6 without the enlarged values at the window's edge
 
 

@@ -8,7 +8,7 @@ and what users see of it: ``server/test_untested_server``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -26,7 +26,6 @@ from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import self_check as check
-from sglang_gemma4_yoco.patched import patched
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -43,10 +42,10 @@ def engine(tiny_checkpoint: Any) -> Engine:
 
 @pytest.fixture
 def untested(engine: Engine, setting: Change) -> Iterator[Change]:
-    """Yield a function that starts an SGLang newer than the last tested one, with settings."""
+    """Yield a function that starts an SGLang newer than the last tested one, which is enabled."""
 
-    def start(*, untested: bool = False, self_check: bool = True) -> None:
-        setting(graph_rows=MOST, untested=untested, self_check=self_check)
+    def start(*, self_check: bool = True) -> None:
+        setting(graph_rows=MOST, untested=True, self_check=self_check)
         engine.runner.init_attention_backends()
         with recorded_decode_steps(engine):
             pass
@@ -61,7 +60,7 @@ def untested(engine: Engine, setting: Change) -> Iterator[Change]:
 
 def test_with_the_setting_it_extends_eagerly(engine: Engine, untested: Change, said: Said) -> None:
     """The check passes first; the tail is eager although SGLang's decode steps are captured."""
-    untested(untested=True)
+    untested()
     state = state_of(engine)
     assert (state.off_because, state.captured) == (None, None)
     assert result_of_check(state)["compared"] is not None
@@ -75,23 +74,14 @@ def test_with_the_setting_it_extends_eagerly(engine: Engine, untested: Change, s
 
 
 def test_a_check_that_finds_a_defect_turns_it_off(engine: Engine, untested: Change) -> None:
-    with patched(check, check_model=broken(check.check_model)):
-        untested(untested=True)
+    """The tail's keys are wrong while the server starts."""
+    with BREAKAGES["keys doubled"](state_of(engine)):
+        untested()
     assert_stock(engine, check.CHECK_FAILED, PROMPTS)
 
 
-def broken(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the check of a model whose tail's keys are wrong."""
-
-    def check_model(runner: Any, state: Any) -> Any:
-        with BREAKAGES["keys doubled"](state):
-            return stock(runner, state)
-
-    return check_model
-
-
 def test_without_the_check_it_is_stock(engine: Engine, untested: Change) -> None:
-    untested(untested=True, self_check=False)
+    untested(self_check=False)
     reason = state_of(engine).off_because
     assert reason is not None
     needs = "SGLANG_GEMMA4_YOCO_UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF_CHECK=1"

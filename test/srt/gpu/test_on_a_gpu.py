@@ -115,25 +115,23 @@ def outcome_of(name: str, *, captured: bool) -> str:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.usefixtures("eager")
-def test_eager(engine: Engine, rounding: float, name: str) -> None:
-    assert_alike(engine, BATCHES[name], outcome_of(name, captured=False), rounding)
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_replayed(engine: Engine, rounding: float, tail: TailGraphs, name: str) -> None:
-    assert_alike(engine, BATCHES[name], outcome_of(name, captured=True), rounding)
+@pytest.mark.parametrize("kind", ["eager", "tail"])
+def test_answers(
+    engine: Engine, rounding: float, request: pytest.FixtureRequest, kind: str, name: str
+) -> None:
+    request.getfixturevalue(kind)
+    assert_alike(engine, BATCHES[name], outcome_of(name, captured=kind == "tail"), rounding)
 
 
 # ---------------------------------------------------------------- waits and launches
 
 
 @pytest.mark.parametrize("name", ["600 tokens", "input logprobs", "an intermediate chunk"])
-@pytest.mark.parametrize("kind", ["eager", "replayed"])
+@pytest.mark.parametrize("kind", ["eager", "tail"])
 def test_the_host_waits_for_nothing(
     engine: Engine, request: pytest.FixtureRequest, kind: str, name: str
 ) -> None:
-    request.getfixturevalue("tail" if kind == "replayed" else "eager")
+    request.getfixturevalue(kind)
     scheduled = engine.schedule(BATCHES[name])
     for switch in ("0", "1"):
         with switched(switch):
@@ -141,7 +139,7 @@ def test_the_host_waits_for_nothing(
             reset_log()
             with refusing_waits(engine.text_model, "forward"):
                 engine.forward(scheduled)
-    assert times(outcome_of(name, captured=kind == "replayed")) == 1
+    assert times(outcome_of(name, captured=kind == "tail")) == 1
 
 
 def launches(engine: Engine, batch: Any, way: str) -> Counter[str]:

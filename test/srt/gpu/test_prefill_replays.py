@@ -83,10 +83,7 @@ def rounding(engine: Engine) -> float:
 def answers(engine: Engine, prompts: Sequence[Prompt], *ways: str) -> list[Answer]:
     """Return the batch's answers in these ways."""
     batch = engine.schedule(prompts)
-    found: list[Answer] = []
-    for way in ways:
-        found.append(Answer.of(engine, batch, way))
-    return found
+    return [Answer.of(engine, batch, way) for way in ways]
 
 
 def assert_right(answer: Answer, wanted: Answer, rounding: float) -> None:

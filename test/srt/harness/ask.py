@@ -183,10 +183,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
     """Return prompts of these lengths; those of one length differ by the seed."""
-    found: list[list[int]] = []
-    for length in lengths:
-        found.append(tokens(length, seed=seed + length))
-    return found
+    return [tokens(length, seed=seed + length) for length in lengths]
 
 
 def one_by_one(*prompts: list[int], **body: Any) -> Callable[[Either], list[Answer]]:
@@ -229,13 +226,9 @@ def drafted(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple
     replies = server.generate(input_ids=prompts, sampling_params=sampling, **body)
     found: list[tuple[Any, ...]] = []
     for reply in replies:
-        found.append(
-            (
-                reply["output_ids"],
-                reply["meta_info"]["spec_correct_drafts_histogram"],
-                reply["meta_info"].get("spec_num_proposed_drafts"),
-            )
-        )
+        about = reply["meta_info"]
+        proposed = about.get("spec_num_proposed_drafts")
+        found.append((reply["output_ids"], about["spec_correct_drafts_histogram"], proposed))
     return found
 
 

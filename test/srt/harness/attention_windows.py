@@ -54,10 +54,8 @@ def list_methods(path: str) -> list[ast.FunctionDef]:
 
 def digest(path: str) -> str:
     """Return a digest of the source of ``READ_METHODS``."""
-    source, found = source_of(path), {}
-    for method in list_methods(path):
-        found[method.name] = str(ast.get_source_segment(source, method))
-    read = "\n".join(found[name] for name in READ_METHODS)
+    source, methods = source_of(path), {method.name: method for method in list_methods(path)}
+    read = "\n".join(str(ast.get_source_segment(source, methods[name])) for name in READ_METHODS)
     return hashlib.sha256(read.encode()).hexdigest()[:16]
 
 

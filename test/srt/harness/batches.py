@@ -34,20 +34,14 @@ def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
 
 def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return the rest of the unfinished prompts."""
-    found: list[Prompt] = []
-    for p in prompts:
-        if p.to_come:
-            found.append(replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()))
-    return found
+    unfinished = [p for p in prompts if p.to_come]
+    return [replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()) for p in unfinished]
 
 
 def batch_of(*lens: tuple[int, int], **more: Any) -> list[Prompt]:
     """Return prompts with (cached, new) random tokens."""
     draw = random.Random(0)
-    found: list[Prompt] = []
-    for cached, new in lens:
-        found.append(Prompt(tokens(draw, cached), tokens(draw, new), **more))
-    return found
+    return [Prompt(tokens(draw, cached), tokens(draw, new), **more) for cached, new in lens]
 
 
 BATCHES = {

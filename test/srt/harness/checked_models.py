@@ -38,9 +38,11 @@ from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import audit, rounding, tail_graphs
 from sglang_gemma4_yoco.checking import self_check as check
 
-SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)
-POST_NORMS = (0.5, 1.0, 2.0, 4.0)
-OUTLIERS = (1.0, 50.0)
+KINDS = {
+    "sharpness": (0.5, 1.0, 2.0, 4.0, 8.0),
+    "post_norms": (0.5, 1.0, 2.0, 4.0),
+    "outliers": (1.0, 50.0),
+}
 DTYPES = ("bfloat16", "float16", "float32")
 
 _E2B_WITHOUT_TOWERS = dataclasses.replace(
@@ -154,13 +156,11 @@ def draw(model: Any, shape: checkpoint.Gemma4Shape) -> None:
 
 def kinds(count: int, seed: int) -> list[dict[str, Any]]:
     """Return ``count`` kinds of weights: all combinations in random order, repeated."""
-    every = list(itertools.product(SHARPNESS, POST_NORMS, OUTLIERS))
+    every = list(itertools.product(*KINDS.values()))
     random.Random(seed).shuffle(every)
     found: list[dict[str, Any]] = []
-    for number in range(count):
-        sharpness, post_norms, outliers = every[number % len(every)]
-        found.append({"sharpness": sharpness, "post_norms": post_norms, "outliers": outliers})
-        found[-1]["seed"] = seed + number
+    for number, kind in zip(range(count), itertools.cycle(every), strict=False):
+        found.append({**dict(zip(KINDS, kind, strict=True)), "seed": seed + number})
     return found
 
 
@@ -271,8 +271,7 @@ def judged(group: Group) -> list[Result]:
             breaks = list(BREAKAGES)
             if group.triton:
                 first = _BROKEN_ON_TRITON * kind["seed"] % len(breaks)
-                breaks = [*breaks[first:], *breaks[:first]]
-                del breaks[_BROKEN_ON_TRITON:]
+                breaks = (breaks * 2)[first : first + _BROKEN_ON_TRITON]
             judge(engine, result, random.Random(kind["seed"]), breaks, number)
             results.append(result)
             print(result, flush=True)

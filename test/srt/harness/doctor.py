@@ -51,12 +51,8 @@ class Answer:
 
 def environment(**changed: str) -> dict[str, str]:
     """Return this process's environment; of the package's variables, only those in ``changed``."""
-    ours = "SGLANG_GEMMA4_YOCO"
-    kept = {}
-    for name, value in os.environ.items():
-        if not name.startswith(ours):
-            kept[name] = value
-    return {**kept, **changed}
+    others = {name for name in os.environ if not name.startswith("SGLANG_GEMMA4_YOCO")}
+    return {name: os.environ[name] for name in others} | changed
 
 
 def doctor(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape
+from sglang_gemma4_reference.gemma3n import Gemma3nShape
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.workload import due_rows
 from sglang_gemma4_yoco.core.worth import is_worth_cutting
@@ -38,7 +39,7 @@ def whole(rows: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
     return [rows] * shape.layers
 
 
-def cut(rows: int, kept: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
+def cut(rows: int, kept: int, shape: Gemma4Shape | Gemma3nShape = E2B_TINY) -> list[int]:
     """Return ``kept`` of ``rows`` rows for layers after the cut; 0 for an intermediate chunk."""
     front = shape.layers - shape.kv_shared_layers - 1
     return [rows] * front + [kept] * (shape.layers - front)

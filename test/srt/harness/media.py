@@ -141,16 +141,11 @@ def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInput
 def media_batch(engine: Engine, *prompts: MediaPrompt) -> Any:
     """Return a scheduled batch of these prompts, for an engine of an ``E2B_TINY`` checkpoint."""
     init_mm_embedding_cache(0)  # as the scheduler does; of size 0, so that every forward encodes
-    plain: list[Prompt] = []
-    media: list[MultimodalInputs | None] = []
-    for prompt in prompts:
-        text, inputs = _plain(engine, prompt)
-        plain.append(text)
-        media.append(inputs)
+    plain, media = zip(*[_plain(engine, prompt) for prompt in prompts], strict=True)
     scheduled = engine.schedule(plain)
     for req, inputs in zip(scheduled.reqs, media, strict=True):
         req.multimodal_inputs = inputs
-    scheduled.multimodal_inputs = media
+    scheduled.multimodal_inputs = [*media]
     return scheduled
 
 

@@ -60,11 +60,9 @@ class Metadata:
         """Return the present plan of ``backend``."""
         planned = getattr(backend, "forward_metadata", None)
         seen = cls(planned, {}, {}, {})
-        if planned is not None:
-            for name, value in vars(planned).items():
-                if isinstance(value, torch.Tensor):
-                    seen.tensors[name] = value
-                    seen.contents[name] = value.clone()
+        for name, value in getattr(planned, "__dict__", {}).items():
+            if isinstance(value, torch.Tensor):
+                seen.tensors[name], seen.contents[name] = value, value.clone()
         for name, value in vars(backend).items():
             if isinstance(value, (bool, int, float, str)):
                 seen.settings[name] = value
@@ -76,10 +74,9 @@ class Metadata:
         for name in sorted(self.contents.keys() | other.contents.keys()):
             if not _are_same_bytes(self.contents.get(name), other.contents.get(name)):
                 found.append(name)
-        for name, value in self.settings.items():
-            if other.settings[name] != value:
-                found.append(name)
-        return found
+        return found + [
+            name for name in self.settings if self.settings[name] != other.settings[name]
+        ]
 
 
 def _are_same_bytes(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -132,10 +129,7 @@ class Observed:
 
 def fields_of(batch: Any) -> dict[str, object]:
     """Return the fields of a batch."""
-    found: dict[str, object] = {}
-    for f in dataclasses.fields(batch):
-        found[f.name] = getattr(batch, f.name)
-    return found
+    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
 
 
 @contextmanager
@@ -290,9 +284,7 @@ def replayed(wanted: Expected) -> Expected:
 
 
 def _tail_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    fields: dict[str, list[int]] = {}
-    for name in _LAID_OUT:
-        fields[name] = []
+    fields: dict[str, list[int]] = {name: [] for name in _LAID_OUT}
     for prompt, kept in zip(prompts, kept_rows(prompts), strict=True):
         end = len(prompt.cached) + len(prompt.new)
         fields["extend_prefix_lens"].append(end - kept)
@@ -356,21 +348,15 @@ def assert_metadata_unchanged(seen: Observed) -> None:
     assert before is not None
     assert after is not None
     assert before.planned is after.planned
-    replaced = []
-    for n, tensor in before.tensors.items():
-        if after.tensors.get(n) is not tensor:
-            replaced.append(n)
-    assert replaced == []
+    for name, tensor in before.tensors.items():
+        assert after.tensors.get(name) is tensor, name
     assert before.differences(after) == []
 
 
 def assert_same_objects(seen: Observed) -> None:
     """Assert that the batch's fields are the same objects after the forward as before it."""
-    changed = []
     for name, value in seen.before.items():
-        if seen.after[name] is not value:
-            changed.append(name)
-    assert changed == []
+        assert seen.after[name] is value, name
 
 
 def assert_same_cache(stock: Observed, fast: Observed) -> None:

@@ -20,6 +20,7 @@ from sglang.srt.models import gemma4_causal
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
+from harness.forwards import ENGINE
 from sglang_gemma4_reference import engine
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
@@ -132,13 +133,9 @@ def added() -> Iterator[None]:
 
 
 @contextmanager
-def started(checkpoint: Path, **arguments: Any) -> Iterator[Engine]:
-    """Yield an engine of such an SGLang, patched by this package.
-
-    Args:
-        arguments: the server's, the flag among them.
-    """
+def started(checkpoint: Path, *, flag: bool) -> Iterator[Engine]:
+    """Yield an engine of such an SGLang, its flag on or off, patched by this package."""
     load_plugins()  # so that wrapped methods are restored with the rest
     with added(), mock.patch.object(engine, "ServerArgs", Arguments):
         MODEL.forward = wrap_model_forward(MODEL.forward)
-        yield Engine(checkpoint, **arguments)
+        yield Engine(checkpoint, **ENGINE, kv_sharing_fast_prefill=flag)

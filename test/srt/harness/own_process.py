@@ -80,11 +80,8 @@ def _helper() -> ProcessPoolExecutor:
 
     Variables that pytest sets for its own children are left out.
     """
-    environment: dict[str, str] = {}
-    for name, value in os.environ.items():
-        if not name.startswith("PYTEST_"):
-            environment[name] = value
-    environment[VARIABLE] = INTERPRETED
+    kept = {name for name in os.environ if not name.startswith("PYTEST_")}
+    environment = {name: os.environ[name] for name in kept} | {VARIABLE: INTERPRETED}
     spawning = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, spawning, forked.enter_environment, (environment,))
 

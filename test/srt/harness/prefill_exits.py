@@ -14,13 +14,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from harness.batches import kept_rows, new_rows, rest_of
 from harness.forwards import state_of
 from harness.observe import skips_tail, without_padding
-from sglang_gemma4_reference import recorder, releases
+from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import compat, counters
@@ -29,9 +28,6 @@ from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP
 from sglang_gemma4_yoco.counters import Outcome
 from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
 
-NEEDS_PREFILL_GRAPHS = pytest.mark.skipif(
-    not releases.records_prefills(), reason="needs the prefill graphs of SGLang 0.5.23"
-)
 BUCKETS = [16, 32, 64, 128]
 ROWS = 4  # prompts of a batch whose tail is captured
 #: Server arguments of an engine whose prefills can be captured, and then its tail.
@@ -68,27 +64,28 @@ class Run:
 def run(engine: Engine, batch: Any, *, fast: bool = False, eagerly: bool = False) -> Run:
     """Run one forward, over slots whose K and V are poisoned."""
     graphs = engine.runner.prefill_cuda_graph_runner
-    switch = "0"
-    if fast:
-        switch = "1"
     engine.poison(batch)
     recorder.replays.clear()
     before = counters.served.forwards.copy()
     with ExitStack() as span:
-        span.enter_context(switched(switch))
+        span.enter_context(switched(str(int(fast))))
         if eagerly:
             refused = mock.patch.object(graphs, "can_run_graph", return_value=False)
             span.enter_context(refused)
         output = engine.forward(batch)
-    segments = 0
-    for graph in recorder.replays:
-        if isinstance(graph, RecordedPrefill):
-            segments += graph.ran
+    prefills = [graph for graph in recorder.replays if isinstance(graph, RecordedPrefill)]
     logprobs = output.input_token_logprobs
     if logprobs is not None:
         logprobs = torch.as_tensor(logprobs).clone()
     outcomes, logits = dict(counters.served.forwards - before), output.next_token_logits.clone()
-    return Run(segments, outcomes, logits, logprobs, output, without_padding(engine.kv()))
+    return Run(
+        sum(prefill.ran for prefill in prefills),
+        outcomes,
+        logits,
+        logprobs,
+        output,
+        without_padding(engine.kv()),
+    )
 
 
 def is_replayed(rows: int) -> bool:

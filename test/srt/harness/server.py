@@ -222,10 +222,8 @@ class Server(servers.Server):
         response = self.post("/v1/chat/completions", {"model": "default", **body})
         if not body.get("stream"):
             return response.json()
-        events = []
-        for line in response.text.splitlines():
-            if line:
-                events.append(line[len("data: ") :])
+        lines = filter(None, response.text.splitlines())
+        events = [line.removeprefix("data: ") for line in lines]
         assert events[-1] == "[DONE]", f"the stream breaks off: {events[-1]}"
         return [json.loads(event) for event in events[:-1]]
 

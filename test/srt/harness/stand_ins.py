@@ -68,7 +68,6 @@ def prefill_graphs(backend: str, named: str | None = None, **sizes: Any) -> Iter
 def eligible_batch(**changes: Any) -> ForwardBatch:
     """Return a batch of three prompts with these fields changed. May skip: ``skip_on_older``."""
     skip_on_older("ForwardBatch", changes.keys() - ForwardBatch.__dataclass_fields__)
-    lens = changes.get("extend_seq_lens_cpu", [3, 4, 2])
     fields: dict[str, Any] = {
         "forward_mode": ForwardMode.EXTEND,
         "batch_size": 3,
@@ -82,7 +81,7 @@ def eligible_batch(**changes: Any) -> ForwardBatch:
         "extend_seq_lens": torch.tensor([3, 4, 2], dtype=torch.int32),
         "extend_prefix_lens": torch.tensor([0, 10, 0], dtype=torch.int32),
         "extend_start_loc": torch.tensor([0, 3, 7], dtype=torch.int32),
-        "extend_seq_lens_cpu": lens,
+        "extend_seq_lens_cpu": [3, 4, 2],
         "extend_prefix_lens_cpu": [0, 10, 0],
         "capture_hidden_mode": CaptureHiddenMode.NULL,
         "spec_algorithm": SpeculativeAlgorithm.NONE,

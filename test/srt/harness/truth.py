@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import Gemma4ForConditionalGeneration
@@ -62,14 +61,11 @@ def server_logprobs(server: Server, prompts: Sequence[Sequence[int]]) -> torch.T
         return_logprob=True,
         top_logprobs_num=E2B_TINY.vocab_size,
     )
-    return torch.stack(list(map(_whole_vocabulary, replies)))
-
-
-def _whole_vocabulary(reply: dict[str, Any]) -> torch.Tensor:
-    [best] = reply["meta_info"]["output_top_logprobs"]
-    whole = torch.full((E2B_TINY.vocab_size,), torch.nan)
-    for logprob, token, _ in best:
-        whole[token] = logprob
+    whole = torch.full((len(prompts), E2B_TINY.vocab_size), torch.nan)
+    for found, reply in zip(whole, replies, strict=True):
+        [best] = reply["meta_info"]["output_top_logprobs"]
+        for logprob, token, _ in best:
+            found[token] = logprob
     return whole
 
 

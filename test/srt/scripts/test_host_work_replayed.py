@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,14 +11,14 @@ from harness.batches import batch_of
 from harness.decode_graphs import record_tail
 from harness.forwards import ENGINE
 from harness.layer_rows import FIRST_CUT, LAYERS
-from harness.prefill_exits import NEEDS_PREFILL_GRAPHS
+from harness.prefill_exits import RECORDED
 from scripts.bench import bench_prefill
 from scripts.bench.bench_prefill import OFF_REPLAYED, ON_REPLAYED, Load, Point
 from sglang_gemma4_reference import prefill_graphs
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
 from sglang_gemma4_yoco import counters
 
-pytestmark = [pytest.mark.usefixtures("forgotten_reports"), NEEDS_PREFILL_GRAPHS]
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 ROWS = 64
 SEGMENTS = LAYERS + 1
@@ -29,13 +28,9 @@ WAYS = ("off", "on", OFF_REPLAYED, ON_REPLAYED)
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
     """Return an engine with captured prefills of two lengths, and a captured tail."""
-    graphs: dict[str, Any] = {
-        "cuda_graph_bs_decode": [1],
-        "cuda_graph_backend_prefill": "breakable",
-        "cuda_graph_bs_prefill": [bench_prefill.CHECKED, ROWS],
-    }
+    lengths = {"cuda_graph_bs_decode": [1], "cuda_graph_bs_prefill": [bench_prefill.CHECKED, ROWS]}
     with prefill_graphs.recordable():
-        engine = Engine(tiny_checkpoint, **(ENGINE | graphs))
+        engine = Engine(tiny_checkpoint, **ENGINE, **RECORDED | lengths)
     record_tail(engine, 1)
     return engine
 

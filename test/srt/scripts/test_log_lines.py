@@ -103,8 +103,7 @@ def not_said(quotes: list[str], said: str) -> list[str]:
     """Return the quotes of which some part is in none of the texts."""
     unknown = []
     for quote in quotes:
-        parts = quote.split("...")
-        if not all(part.strip(" ,") in said for part in parts):
+        if not all(part.strip(" ,") in said for part in quote.split("...")):
             unknown.append(quote)
     return unknown
 

@@ -83,12 +83,11 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
 def test_files_that_only_a_release_runs_are_listed() -> None:
     """test/README.md names the files that run only with ``--all``."""
     listed = (REPO / "test" / "README.md").read_text()
-    files = []
-    for path in (REPO / "test" / "srt").rglob("test_*.py"):
-        if re.search(r"^pytestmark = pytest.mark.release$", path.read_text(), re.MULTILINE):
-            files.append(path.stem)
-    assert files
-    assert [name for name in files if f"`{name}`" not in listed] == []
+    files = [*(REPO / "test" / "srt").rglob("test_*.py")]
+    marked = re.compile(r"^pytestmark = pytest.mark.release$", re.MULTILINE)
+    names = [path.stem for path in files if marked.search(path.read_text())]
+    assert names
+    assert [name for name in names if f"`{name}`" not in listed] == []
 
 
 def test_a_missing_test_is_found() -> None:

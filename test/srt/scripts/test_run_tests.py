@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from scripts import run_tests
-from sglang_gemma4_reference import releases
 
 PREFILL_REPLAYS = Path(__file__).parents[1] / "gpu" / "test_prefill_replays.py"
 
@@ -84,7 +83,6 @@ def test_an_interrupt_ends_the_silent_command(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.release
-@pytest.mark.skipif(not releases.records_prefills(), reason="needs SGLang 0.5.23's prefill graphs")
 def test_tests_that_wait_for_a_gpu_run_without_one() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", str(PREFILL_REPLAYS)]
     env = {**os.environ, "YOCO_TEST_GPU": "cpu", "OMP_NUM_THREADS": "1"}

@@ -113,10 +113,7 @@ def test_roles_are_switched(both_roles: Disaggregated, off_server: Server) -> No
 def first_tokens(server: Server, prompts: list[list[int]], **peer: Any) -> list[list[int]]:
     """Return the first token of each answer, which a prefill server gives without a peer."""
     body = {"sampling_params": GREEDY | {"max_new_tokens": 1}, **peer}
-    found: list[list[int]] = []
-    for prompt in prompts:
-        found.append(server.generate(input_ids=prompt, **body)["output_ids"])
-    return found
+    return [server.generate(input_ids=prompt, **body)["output_ids"] for prompt in prompts]
 
 
 def test_a_decode_server_that_vanishes(both_roles: Disaggregated, off_server: Server) -> None:

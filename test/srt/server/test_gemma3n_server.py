@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
+from harness import layer_rows
 from harness.ask import (
     Answer,
     assert_alike,
@@ -25,9 +27,7 @@ SHAPE = gemma3n.E2B_TINY
 CUT = SHAPE.layers - SHAPE.kv_shared_layers - 1
 
 
-def cut(rows: int, kept: int) -> list[int]:
-    """Return ``kept`` of ``rows`` rows for the layers after the cut."""
-    return [rows] * CUT + [kept] * (SHAPE.layers - CUT)
+cut = partial(layer_rows.cut, shape=SHAPE)
 
 
 @pytest.fixture(scope="module")

@@ -51,11 +51,7 @@ def output_beside(name: str, code: str, directory: Path) -> str:
 
 def ours(output: str) -> list[str]:
     """Return the lines that the package logged."""
-    found: list[str] = []
-    for line in output.splitlines():
-        if f" {log.logger.name} " in line:
-            found.append(line)
-    return found
+    return [line for line in output.splitlines() if f" {log.logger.name} " in line]
 
 
 def refusal(output: str) -> str:

@@ -49,14 +49,6 @@ def series(server: Server, name: str, label: str) -> dict[str, float]:
     return found
 
 
-def single(server: Server, name: str) -> float:
-    """Return the value of a metric with one series."""
-    [sample] = samples(server)[name]
-    assert sample.labels["tp_rank"] == "0"
-    value: float = sample.value
-    return value
-
-
 def test_forwards_and_rows(measured: Server) -> None:
     """They are those that the server computed since its start, its own warm-up included."""
     prefills = [*map(without_audit, measured.prefills(since=0))]
@@ -90,12 +82,13 @@ def test_audits(measured: Server) -> None:
     forwards = series(measured, FORWARDS, "outcome")
     cut = sum(number for outcome, number in forwards.items() if outcome in counters.CUT)
     assert audits == {"agrees": cut, "differs": 0}
-    worst = single(measured, WORST)
-    assert 0 < worst < 0.5  # half of the tolerance
+    [worst] = samples(measured)[WORST]
+    assert worst.labels["tp_rank"] == "0"
+    assert 0 < worst.value < 0.5  # half of the tolerance
     for process in measured.states():
         state = process[metrics.SERVER_INFO_ENTRY]
         assert state["audits"]["agrees"] == cut
-        assert state["audits"]["worst"] == pytest.approx(worst)
+        assert state["audits"]["worst"] == pytest.approx(worst.value)
         assert state["check"]["largest_difference"] <= state["check"]["allowed"]
 
 

@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of
 from harness.decode_graphs import record_tail
+from harness.fixtures import left_to_release
 from harness.forwards import INTERPRETED_ENGINE, assert_fast, backends_of, state_of
 from harness.layer_rows import INTERPRETED
 from sglang_gemma4_reference import interpreter
@@ -65,13 +66,10 @@ def started(checkpoint: Path, name: str, **arguments: Any) -> Engine:
     return engine
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.release] * (name in ("pages of 1", "pages of 16")))
-        for name in SERVERS
-    ],
-)
+IN_EVERY_RUN = ("pages of 64", "pages of 128, hybrid")
+
+
+@pytest.fixture(scope="module", params=left_to_release(SERVERS, but=IN_EVERY_RUN))
 def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
     name: str = request.param
     engine = started(checkpoint, name)

@@ -12,9 +12,10 @@ import pytest
 
 from harness.batches import batch_of
 from harness.decode_graphs import record_tail
+from harness.fixtures import left_to_release
 from harness.forwards import INTERPRETED_ENGINE, backends_of
 from harness.layer_rows import TWO_POOLS
-from harness.prefill_exits import NEEDS_PREFILL_GRAPHS, RECORDED, ROWS, assert_served_alike
+from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import interpreter, prefill_graphs
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -23,8 +24,6 @@ from sglang_gemma4_yoco.counters import Outcome
 from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
 
 interpreter.make_quick()
-
-pytestmark = NEEDS_PREFILL_GRAPHS
 
 WINDOW = TWO_POOLS.sliding_window
 DECODING = batch_of((WINDOW - 1, 1), decodes=True)
@@ -61,13 +60,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 IN_EVERY_RUN = ("prefixes at the window", "intermediate chunks", "input logprobs")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.release)
-        for name in BATCHES
-    ],
-)
+@pytest.mark.parametrize("name", left_to_release(BATCHES, but=IN_EVERY_RUN))
 def test_exits(engine: Engine, name: str) -> None:
     assert type(backends_of(engine).main_backend).__name__ == "TritonAttnBackend"
     prompts, outcome = BATCHES[name]

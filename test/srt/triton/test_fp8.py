@@ -20,6 +20,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
 from harness.batches import batch_of, new_rows
+from harness.fixtures import left_to_release
 from harness.forwards import ENGINE, INTERPRETED_ENGINE, assert_fast, state_of, times
 from harness.layer_rows import INTERPRETED
 from harness.observe import Observed, run, watching
@@ -47,11 +48,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def linear_layers(engine: Engine) -> list[LinearBase]:
     """Return the linear layers of the text model."""
-    found: list[LinearBase] = []
-    for part in engine.text_model.modules():
-        if isinstance(part, LinearBase):
-            found.append(part)
-    return found
+    return [part for part in engine.text_model.modules() if isinstance(part, LinearBase)]
 
 
 def test_every_linear_layer_is_fp8(engine: Engine) -> None:
@@ -135,10 +132,7 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.release] * (name != "fp8_e4m3")) for name in TYPES],
-)
+@pytest.mark.parametrize("name", left_to_release(TYPES, but=["fp8_e4m3"]))
 def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
     """Stock fails as it does without the package: with an error at the first shared layer.
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness.ask import TOLERANCE
+from harness.fixtures import left_to_release
 from harness.forwards import assert_served_by_stock, failing, times
 from harness.layer_rows import CHUNK_KEPT, INTERPRETED, cut, whole
 from harness.media import (
@@ -52,7 +53,6 @@ CASES = {
     ],
     "beside a video": [MediaPrompt("<|video|> or <|image|> or?")],
 }
-RELEASE = pytest.mark.release
 USUAL = (
     *("its own row last", "longer than the window"),
     *("after a prefix beyond the window", "beside text"),
@@ -94,21 +94,17 @@ def depends_on_the_mask(engine: Engine, batch: Any, stock: Observed) -> list[boo
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[RELEASE] * (name not in USUAL)) for name in CASES]
-)
+@pytest.mark.parametrize("name", left_to_release(CASES, but=USUAL))
 def test_image(engine: Engine, name: str) -> None:
     prompts = CASES[name]
     batch = media_batch(engine, *prompts)
     stock, mask = compare(engine, batch, kept=len(prompts))
     assert_bidirectional(mask, batch, expected=True)
-    has_image = []
-    for prompt in prompts:
-        has_image.append("<|image|>" in prompt.text)
+    has_image = ["<|image|>" in prompt.text for prompt in prompts]
     assert depends_on_the_mask(engine, batch, stock) == has_image
 
 
-@pytest.mark.parametrize("kind", ["video", pytest.param("audio", marks=RELEASE)])
+@pytest.mark.parametrize("kind", left_to_release(["video", "audio"], but=["video"]))
 def test_what_attends_causally(engine: Engine, kind: str) -> None:
     """Video frames and audio have no masks; nor do they in Hugging Face's Gemma 4."""
     batch = media_batch(engine, MediaPrompt(f"see <|{kind}|> or?"))

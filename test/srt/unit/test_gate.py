@@ -185,52 +185,43 @@ def test_the_rule(total: int, read: int, how: dict[str, Any], pays: bool) -> Non
     assert worth.is_worth_cutting(total, read, **how) is pays
 
 
+FEW_SKIPPED = SUFFIXES | {"extend_logprob_start_lens_cpu": [1, 1, 0]}
+UNFINISHED = {"contains_last_prefill_chunk": False}
+
+
 @pytest.mark.parametrize(
-    ("minimum", "changes", "reason"),
+    ("minimum", "on_gpu", "captured", "changes", "reason"),
     [
-        (None, SUFFIXES | {"extend_logprob_start_lens_cpu": [1, 1, 0]}, eligibility.TOO_LITTLE),
-        (6, {}, None),
-        (7, {}, eligibility.TOO_LITTLE),
-        (9, {"contains_last_prefill_chunk": False}, None),  # all its rows are skipped
+        (None, False, False, {}, None),
+        (None, False, False, FEW_SKIPPED, eligibility.TOO_LITTLE),
+        (6, False, False, {}, None),
+        (7, False, False, {}, eligibility.TOO_LITTLE),
+        (9, False, False, UNFINISHED, None),  # all its rows are skipped
+        (None, False, True, {}, None),
+        (None, True, False, {}, eligibility.TOO_LITTLE),  # its tail runs eagerly
+        (None, True, False, UNFINISHED, None),  # it has none
+        (None, True, True, {}, None),
+        (None, True, True, SUFFIXES, eligibility.TOO_LITTLE),  # no bucket has room for these
     ],
 )
 def test_too_few_rows_to_skip(
     setting: Change,
     minimum: int | None,
-    changes: dict[str, Any],
-    reason: Refusal | None,
-) -> None:
-    setting(min_skipped_rows=minimum)
-    assert reason_of(model(), eligible_batch(**changes)) == reason
-
-
-@pytest.mark.parametrize(
-    ("on_gpu", "captured", "changes", "reason"),
-    [
-        (False, False, {}, None),
-        (False, True, {}, None),
-        (True, False, {}, eligibility.TOO_LITTLE),  # its tail runs eagerly
-        (True, False, {"contains_last_prefill_chunk": False}, None),  # it has none
-        (True, True, {}, None),
-        (True, True, SUFFIXES, eligibility.TOO_LITTLE),  # no bucket has room for these
-    ],
-)
-def test_eligibility_depends_on_how_the_tail_runs(
-    setting: Change,
     on_gpu: bool,
     captured: bool,
     changes: dict[str, Any],
     reason: Refusal | None,
 ) -> None:
+    """It depends on how the tail runs."""
+
     def bucket_for(kept: KeptRows) -> int | None:
         if kept.one_per_request:
             return 4
         return None
 
-    setting(min_skipped_rows=None)
+    setting(min_skipped_rows=minimum)
     state: Any = state_of(model())
     state.on_gpu = on_gpu
-    state.captured = None
     if captured:
         state.captured = SimpleNamespace(bucket_for=bucket_for)
     assert eligibility.find_ineligible_reason(state, eligible_batch(**changes)) == reason

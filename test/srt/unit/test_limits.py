@@ -174,10 +174,7 @@ def test_every_argument_that_is_read_is_judged() -> None:
     Otherwise a new name for it in a newer SGLang would go unnoticed.
     """
     read = set(re.findall(r'\bread_argument\("(\w+)"\)', inspect.getsource(arguments)))
-    judged = set()
-    for name in arguments._JUDGED_BY_VALUE:
-        if not name.isupper():
-            judged.add(name)
+    judged = {name for name in arguments._JUDGED_BY_VALUE if not name.isupper()}
     assert read - arguments._HIDDEN_STATE_ARGUMENTS == judged
 
 
