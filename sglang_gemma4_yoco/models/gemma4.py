@@ -76,6 +76,9 @@ def find_donor_reason(
         return ServerRefusal(f"layer {number} is a {kind.__name__}")
     if attention is not attention_class:
         return ServerRefusal(f"the attention of layer {number} is a {attention.__name__}")
+    source = layer.self_attn.attn.layer_id
+    if source != number:
+        return ServerRefusal(f"layer {number} reads K and V of layer {source}")
     return None
 
 

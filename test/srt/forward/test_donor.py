@@ -34,6 +34,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core import model as core_model
+from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -145,6 +146,15 @@ def test_a_donor_of_another_kind_makes_the_server_stock(
             assert_stock(engine, reason)
     engine.runner.init_attention_backends()
     assert_fast(engine)
+
+
+def test_a_donor_without_its_own_keys_and_values(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cut would write them to another layer's slots."""
+    monkeypatch.setattr(donor_layer(engine).self_attn.attn, "layer_id", 1)
+    reason = gemma4.find_unsupported_reason(engine.text_model)
+    assert str(reason) == "layer 3 reads K and V of layer 1"
 
 
 # ---------------------------------------------------------------- inputs of the cut

@@ -33,12 +33,14 @@ from harness.forwards import (
     assert_served_by_stock,
     failing,
     outcomes,
+    state_of,
 )
 from harness.observe import run
 from harness.random_batches import PROPERTIES, holds
 from sglang_gemma4_reference.checkpoint import build_tokenizer
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters, settings
+from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup import patch
 
@@ -90,7 +92,10 @@ def _known() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Engine:
-    return Engine(checkpoint, text_model=third_model.ThirdTextModel, **ENGINE)
+    engine = Engine(checkpoint, text_model=third_model.ThirdTextModel, **ENGINE)
+    check = self_check.check_model(engine.runner, state_of(engine))
+    assert check.agrees, check  # the first place that names a mistake in the model's file
+    return engine
 
 
 @pytest.mark.parametrize("name", PROPERTIES)

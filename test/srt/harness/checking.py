@@ -133,4 +133,4 @@ def assert_keys_have_their_scale(engine: Engine) -> None:
         scale = adapter.get_key_scale(layer)
         assert scale.shape == keys.shape[-1:]
         size, implied = (float(each.float().square().mean().sqrt()) for each in (keys, scale))
-        assert implied / 2 < size < implied * 2
+        assert implied / 2 < size < implied * 2, f"get_key_scale of {layer}: {implied}, not {size}"
