@@ -41,15 +41,16 @@ def reviewed() -> set[str]:
 
 
 def main() -> None:
-    """Add new names to the list and print them; drop those that ``unsupported`` judges."""
+    """Add new names to the list, and remove those that ``arguments`` judges; print both."""
     new_parser(__doc__).parse_args()
     from sglang_gemma4_yoco.admission import arguments
 
-    known = reviewed()
-    names = sorted((known | installed()) - arguments.list_judged_arguments())
-    for name in names:
-        if name not in known:
-            print(f"review {name}")
+    known, judged = reviewed(), arguments.list_judged_arguments()
+    names = sorted((known | installed()) - judged)
+    for name in sorted(set(names) - known):
+        print(f"review {name}")
+    for name in sorted(known & judged):
+        print(f"removed {name}")
     about = [line for line in FILE.read_text().splitlines() if line.startswith("#")]
     FILE.write_text("\n".join([*about, *names, ""]))
 

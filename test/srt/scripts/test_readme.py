@@ -46,7 +46,7 @@ def modes() -> dict[str, str]:
 
 
 def test_every_mode_has_its_evidence() -> None:
-    assert modes().keys() ^ EVIDENCE.keys() == set()
+    assert modes().keys() ^ EVIDENCE.keys() == set(), "docs/modes.md and harness/modes.json differ"
 
 
 @pytest.mark.parametrize("mode", EVIDENCE)
@@ -62,7 +62,8 @@ def test_the_evidence_is_there(mode: str) -> None:
 def test_every_argument_that_refuses_a_server_is_in_modes() -> None:
     page = (REPO / "docs" / "modes.md").read_text()
     flags = map(arguments._name_flag, arguments.list_judged_arguments())
-    assert [flag for flag in flags if not re.search(rf"`{flag}[ =`]", page)] == []
+    missing = [flag for flag in flags if not re.search(rf"`{flag}[ =`]", page)]
+    assert missing == [], "not in docs/modes.md"
 
 
 def test_every_promise_has_its_tests() -> None:

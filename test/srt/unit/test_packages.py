@@ -1,12 +1,19 @@
-"""Imports between the folders of the package, as the map in ``__init__`` says.
+"""Imports between the folders of the package, as the map in ``__init__`` says; its doctests.
 
 Those for annotations alone, under ``TYPE_CHECKING``, may go anywhere.
 """
 
 from __future__ import annotations
 
+import doctest
+from types import ModuleType
+
 import grimp
 import pytest
+
+from sglang_gemma4_yoco import metrics
+from sglang_gemma4_yoco.compat import release
+from sglang_gemma4_yoco.core import kept_batch, worth
 
 PACKAGE = "sglang_gemma4_yoco"
 #: From the top down: each imports from those after it alone.
@@ -52,3 +59,10 @@ def test_sglang_is_imported_in_one_folder_and_by_commands(graph: grimp.ImportGra
     importers = graph.find_modules_that_directly_import("sglang")
     parts = {module.split(".")[1] for module in importers}
     assert parts == {"compat", "commands"}
+
+
+@pytest.mark.parametrize("module", [kept_batch, metrics, release, worth])
+def test_the_examples_in_docstrings(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
