@@ -128,7 +128,7 @@ def test_switched_off(tmp_path: Path) -> None:
     output = forked_output_of(SWITCHED_OFF, tmp_path, **off)
     assert "changed []" in output
     package = "sglang_gemma4_yoco"
-    modules = [package, f"{package}.log", f"{package}.plugin", f"{package}.settings"]
+    modules = [package, *(f"{package}.{name}" for name in ("log", "patched", "plugin", "settings"))]
     assert f"imported {modules}" in output
     (line,) = ours(output)
     assert line.startswith("WARNING")
