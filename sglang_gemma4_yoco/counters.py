@@ -26,16 +26,7 @@ NOT_CUT = "set up, but no prefill was cut"
 _MANY_UNSEEN = 20
 
 PARTS = COMPUTED, SKIPPED = "computed", "skipped"
-AGREES, DIFFERS = "agrees", "differs"
-
-
-@dataclass
-class Audits:
-    """Audits by result, and their largest error in multiples of the tolerance."""
-
-    agrees: int = 0
-    differs: int = 0
-    worst: float = 0.0
+RESULTS = AGREES, DIFFERS = "agrees", "differs"
 
 
 @dataclass(eq=False)
@@ -46,24 +37,26 @@ class Counters:
         logs: log the first forward that is cut, and the first of each reason.
         forwards: by outcome.
         rows: by whether the last layer computed them.
+        audits: by result.
+        worst_audit: their largest error, in multiples of the tolerance.
         observers: called with the counter's name, the label, and the increment.
     """
 
     logs: bool = True
     forwards: Counter[Outcome] = field(default_factory=Counter)
     rows: Counter[str] = field(default_factory=Counter)
-    audits: Audits = field(default_factory=Audits)
+    audits: Counter[str] = field(default_factory=Counter)
+    worst_audit: float = 0.0
     observers: list[Callable[[str, Outcome, int], None]] = field(default_factory=list)
 
     def _count_forward(self, outcome: Outcome, computed: int, skipped: int = 0) -> None:
-        self.forwards[outcome] += 1
-        self.rows[COMPUTED] += computed
-        self.rows[SKIPPED] += skipped
-        self._notify_observers("forwards", outcome, 1)
-        self._notify_observers("rows", COMPUTED, computed)
-        self._notify_observers("rows", SKIPPED, skipped)
+        self._count("forwards", outcome, 1)
+        self._count("rows", COMPUTED, computed)
+        self._count("rows", SKIPPED, skipped)
 
-    def _notify_observers(self, name: str, label: Outcome, number: int) -> None:
+    def _count(self, name: str, label: Outcome, number: int) -> None:
+        """Add to a counter, the attribute ``name``, and notify its observers."""
+        getattr(self, name)[label] += number
         try:
             for call in self.observers:
                 call(name, label, number)
@@ -113,11 +106,9 @@ class Counters:
 
     def count_audit(self, excess: float, *, agrees: bool) -> None:
         """Count an audited forward."""
-        self.audits.agrees += agrees
-        self.audits.differs += not agrees
-        self.audits.worst = max(self.audits.worst, excess)
-        self._notify_observers("audits", AGREES, int(agrees))
-        self._notify_observers("audits", DIFFERS, int(not agrees))
+        self.worst_audit = max(self.worst_audit, excess)
+        self._count("audits", AGREES, int(agrees))
+        self._count("audits", DIFFERS, int(not agrees))
 
 
 #: The process's counters, in /server_info and /metrics. They are not part of a model's state, which

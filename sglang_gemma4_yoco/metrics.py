@@ -12,8 +12,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, compat, counters
@@ -27,22 +26,32 @@ SERVER_INFO_ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
 
 _PREFIX = "sglang:gemma4_yoco_"
-# The name of a counter -> its documentation and its own label.
-_COUNTERS = {
-    "forwards": (
-        "Prefill forwards, by outcome: how they were cut, or why not.",
-        "outcome",
-    ),
-    "rows": ("Rows of prefills, by whether the KV-shared layers computed them.", "part"),
-    "audits": ("Prefills that were run again as stock, by result of the comparison.", "result"),
-}
 # Outcomes whose series start at 0: Prometheus sees no increase in the first value of a series.
-_EXPECTED: set[Outcome] = {
+_EXPECTED = (
     *counters.CUT,
     counters.FAILED,
     counters.UNSEEN,
     SERVER_UNSUPPORTED,
     arguments.UNTESTED_RELEASE,
+)
+# An attribute of ``Counters`` -> the documentation of its metric, the metric's own label, and the
+# values of that label whose series start at 0.
+_COUNTERS: dict[str, tuple[str, str, tuple[Outcome, ...]]] = {
+    "forwards": (
+        "Prefill forwards, by outcome: how they were cut, or why not.",
+        "outcome",
+        _EXPECTED,
+    ),
+    "rows": (
+        "Rows of prefills, by whether the KV-shared layers computed them.",
+        "part",
+        counters.PARTS,
+    ),
+    "audits": (
+        "Prefills that were run again as stock, by result of the comparison.",
+        "result",
+        counters.RESULTS,
+    ),
 }
 
 
@@ -66,7 +75,11 @@ def describe_state() -> dict[str, Any]:
         **dict.fromkeys(("fast_prefill", "cut", "tail", "exits", "check", "exits_check")),
         "forwards": forwards,
         "rows": served.rows,
-        "audits": asdict(served.audits),
+        "audits": {
+            **dict.fromkeys(counters.RESULTS, 0),
+            **served.audits,
+            "worst": served.worst_audit,
+        },
     }
     if state is not None:
         report = state.report
@@ -129,7 +142,7 @@ def collect_metrics(labels: Mapping[str, object]) -> None:
 
     counted = {
         name: prometheus_client.Counter(f"{_PREFIX}{name}", text, [*labels, own])
-        for name, (text, own) in _COUNTERS.items()
+        for name, (text, own, _) in _COUNTERS.items()
     }
     worst = prometheus_client.Gauge(
         f"{_PREFIX}audit_worst_difference",
@@ -145,18 +158,10 @@ def collect_metrics(labels: Mapping[str, object]) -> None:
     def collect(name: str, own: Outcome, number: int) -> None:
         find_series(name, own).inc(number)
         if name == "audits":
-            worst.set(served.audits.worst)
+            worst.set(served.worst_audit)
 
-    for counts in _list_counts():
-        collect(*counts)
+    for name, (_, _, expected) in _COUNTERS.items():
+        counts: Counter[Outcome] = getattr(served, name)
+        for label in {*expected, *counts}:
+            collect(name, label, counts[label])
     served.observers.append(collect)
-
-
-def _list_counts() -> Iterator[tuple[str, Outcome, int]]:
-    """Yield the name of a counter, the value of its own label, and its count so far."""
-    for outcome in _EXPECTED | served.forwards.keys():
-        yield "forwards", outcome, served.forwards[outcome]
-    for part in counters.PARTS:
-        yield "rows", part, served.rows[part]
-    yield "audits", counters.AGREES, served.audits.agrees
-    yield "audits", counters.DIFFERS, served.audits.differs

@@ -24,6 +24,7 @@ from sglang_gemma4_yoco.core.interfaces import Forward
 from sglang_gemma4_yoco.core.kept_batch import rewrite_batch
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.counters import DIFFERS
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 TABLES = "SGLang may rewrite its tables before an audit reads them"
@@ -142,7 +143,7 @@ class Auditor:
         counters.count_audit(worst.excess, agrees=agrees)
         if agrees:
             return
-        if counters.audits.differs <= _MOST_LINES:
+        if counters.audits[DIFFERS] <= _MOST_LINES:
             batch, what = plan.kept_batch.batch, str(worst)
             if worst.is_rounding:
                 what = "another rank has found a defect"

@@ -151,7 +151,7 @@ def test_audits_of_random_traffic(captured: Engine) -> None:
                 batch = captured.schedule(traffic(draws, vocabulary))
                 captured.forward(batch, intermediate=number % 6 == 5)
     assert counts() == (16, 0)
-    assert counters.served.audits.worst < 0.5
+    assert counters.served.worst_audit < 0.5
     assert times(counters.TAIL_CAPTURED) > 0
     assert times(counters.TAIL_EAGER) > 0
     assert_untouched(captured)
@@ -205,7 +205,7 @@ def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
                 continue
             output = captured.forward(scheduled, intermediate=batch == CHUNK)
         assert counts() == (0, 1), way
-        assert counters.served.audits.worst > ENOUGH, way
+        assert counters.served.worst_audit > ENOUGH, way
         if batch != CHUNK:
             assert torch.equal(output.next_token_logits, stock.output.next_token_logits), way
         assert_same_cache(stock, dataclasses.replace(stock, kv=captured.kv()))

@@ -353,7 +353,7 @@ def test_what_is_found_of_a_served_batch(engine: Engine, prompts: list[Prompt]) 
     with audited(engine):
         seen = run(engine, batch, fast=True)
     assert counts() == (1, 0)
-    assert counters.served.audits.worst < 0.5
+    assert counters.served.worst_audit < 0.5
     assert seen.segments == 2 * WHOLE  # of one graph, which counts its latest replay
     assert all(map(torch.equal, seen.cache, stock.cache))
 

@@ -227,7 +227,7 @@ def with_audits(rank: int, engine: Engine) -> None:
         assert state.off_because is None
         scheduled, fast = engine.schedule(ONE_PROMPT), cut(70, 1)
         assert run(engine, scheduled, "1").rows == [*fast, *whole(70), *fast[FIRST_CUT:]]
-        assert (counters.served.audits.agrees, counters.served.audits.differs) == (1, 0)
+        assert (counters.served.audits["agrees"], counters.served.audits["differs"]) == (1, 0)
         stock = gemma4.compute_keys_and_values
 
         def other(*args: Any) -> Any:
@@ -236,7 +236,7 @@ def with_audits(rank: int, engine: Engine) -> None:
 
         with mock.patch.object(gemma4, "compute_keys_and_values", other):
             run(engine, scheduled, "1")
-        assert (counters.served.audits.agrees, counters.served.audits.differs) == (1, 1)
+        assert (counters.served.audits["agrees"], counters.served.audits["differs"]) == (1, 1)
         assert_stock(engine, audit.DIFFERED)
 
 

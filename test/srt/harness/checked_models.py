@@ -189,7 +189,7 @@ def audit_traffic(engine: Engine, draws: random.Random, number: int, result: Res
             with switched("1"):
                 engine.forward(batch, intermediate=draws.random() < 0.15)
     result.audited = sum(checking.counts())
-    result.audits = counters.served.audits.worst
+    result.audits = counters.served.worst_audit
 
 
 def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:

@@ -105,7 +105,7 @@ def assert_audited(engine: Engine, prompts: Sequence[Prompt], first_cut: int) ->
 
 def counts() -> tuple[int, int]:
     """Return the number of audits so far that agreed, and of those that found a defect."""
-    return counters.served.audits.agrees, counters.served.audits.differs
+    return counters.served.audits["agrees"], counters.served.audits["differs"]
 
 
 def find_defect(engine: Engine) -> str:

@@ -132,7 +132,7 @@ def find_races(folder: Path, question: str) -> Answer:
     }
     with settings.changed(audit=1):
         state.after_cut = audit.make_auditor(loop.scheduler.tp_worker.model_runner, state)
-        found["audited"] = loop.serve() | {"audits": vars(counters.served.audits)}
+        found["audited"] = loop.serve() | {"audits": dict(counters.served.audits)}
     state.after_cut = None
     for name, span in _make_races(loop, state).items():
         with span:

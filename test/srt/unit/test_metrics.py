@@ -125,7 +125,7 @@ def test_a_number_that_is_not_finite_is_a_string(
 ) -> None:
     """The self-check's and audits' numbers become strings; Prometheus keeps such numbers."""
     serving.report.check = CheckResult(Difference("keys", largest, 0.5)).to_json()
-    counters.served.audits.worst = largest
+    counters.served.worst_audit = largest
     state = answered()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word
     assert state["check"]["allowed"] == 0.5
