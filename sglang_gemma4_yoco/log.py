@@ -37,6 +37,5 @@ def log_failure(line: str, error: Exception) -> None:
     The error's message is not part of the key: it may vary, for example by a size.
     """
     raised = traceback.extract_tb(error.__traceback__)[-1:]
-    kind = (line, type(error), *((frame.filename, frame.lineno) for frame in raised))
-    if is_first(kind):
+    if is_first((line, type(error), *map(tuple, raised))):
         logger.error("%s: %r", line, error, exc_info=error)

@@ -155,13 +155,11 @@ class Bucket:
     """
 
     def __init__(self, graphs: TailGraphs, size: int) -> None:
+        """Capture the graph."""
         self.state, self.size, self.inputs = graphs.state, size, graphs.inputs[size]
         self._graphs = graphs
         # The captured decode step, whose tensors the graph reads.
         self._batch = self.inputs.make_decode_step()
-
-    def capture(self) -> None:
-        """Capture the graph."""
         self._init_metadata()
         self._graphs.captured.capture_one(self.size, self._run)
 
@@ -207,7 +205,7 @@ class TailGraphs:
     """The captured tail of one model.
 
     Attributes:
-        buckets: by size.
+        buckets: by size; the next larger one serves the rows of one that is removed.
         inputs: the static inputs, by number of rows.
         backend: the tail's attention backend.
         captured: SGLang's graph backend, which has the graphs by size.
@@ -224,10 +222,10 @@ class TailGraphs:
         if settings.current.graph_rows is not None:
             most = min(most, settings.current.graph_rows)
         self._wanted = [size for size in (1, 2, 4, 8, 16, 32) if size <= most]
-        self._inputs = Inputs.of(runner, state, self._decode_steps.buffers, self._wanted[-1])
-        self.inputs = [self._inputs.first(rows) for rows in range(self._wanted[-1] + 1)]
+        largest = Inputs.of(runner, state, decode_steps.buffers, self._wanted[-1])
+        self.inputs = [largest.first(rows) for rows in range(self._wanted[-1] + 1)]
         self.buckets: dict[int, Bucket] = {}
-        self.captured = compat.decode_graphs.make_graph_backend(self._decode_steps)
+        self.captured = compat.decode_graphs.make_graph_backend(decode_steps)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -245,10 +243,10 @@ class TailGraphs:
         try:
             with compat.decode_graphs.capture_session(self._decode_steps, self.captured):
                 for size in reversed(self._wanted):
-                    self.buckets[size] = bucket = Bucket(self, size)
-                    bucket.capture()
+                    self.buckets[size] = Bucket(self, size)
         except BaseException:
-            compat.decode_graphs.end_failed_capture(self._inputs.rows.device, self.captured)
+            device = self.inputs[-1].rows.device
+            compat.decode_graphs.end_failed_capture(device, self.captured)
             raise
         finally:
             self.backend.forward_metadata = ABSENT
@@ -258,18 +256,13 @@ class TailGraphs:
         self.buckets.clear()
         self.captured.cleanup()
         # Unnecessary once an attention backend can free its buffers for graphs.
-        for name in [name for name in vars(self.backend) if name.startswith("cuda_graph_")]:
-            delattr(self.backend, name)
-
-    def drop(self, size: int) -> None:
-        """Remove this bucket: the next larger one serves its rows."""
-        del self.buckets[size]
+        for name in list(vars(self.backend)):
+            if name.startswith("cuda_graph_"):
+                delattr(self.backend, name)
 
     def bucket_for(self, kept: KeptRows) -> Bucket | None:
         """Return the smallest bucket for these rows; None unless they are one per request."""
         if not kept.one_per_request:
             return None
         sizes = [size for size in self.buckets if size >= kept.count]
-        if not sizes:
-            return None
-        return self.buckets[min(sizes)]
+        return self.buckets.get(min(sizes, default=0))

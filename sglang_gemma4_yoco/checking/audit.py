@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.checking import exit_check, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Difference
@@ -37,10 +38,13 @@ def make_auditor(runner: ModelRunner, state: ModelState) -> Auditor | None:
     if settings.current.audit == 0:
         return None
     if compat.attention.frees_tables_early(runner.attn_backend):
-        why = f"{TABLES}; {compat.server.BARRIER_VARIABLE}=1 prevents that"
-        log.log_once(f"YOCO fast prefill is not audited: {why}", logging.WARNING)
+        log.log_once(
+            f"YOCO fast prefill is not audited: {TABLES}; "
+            f"{compat.server.BARRIER_VARIABLE}=1 prevents that",
+            logging.WARNING,
+        )
         return None
-    return Auditor(state, settings.current.audit)
+    return Auditor(state, Turns(settings.current.audit))
 
 
 class Turns:
@@ -76,20 +80,30 @@ class Turns:
         return True
 
 
+@dataclass(eq=False)
 class Auditor:
     """Audits the forwards of one model; called after each forward that was cut."""
 
-    def __init__(self, state: ModelState, every: int) -> None:
-        self._state = state
-        self._turns, self._strict = Turns(every), settings.current.audit_strict
+    state: ModelState
+    turns: Turns
 
     def __call__(self, forward: Forward, plan: Plan, output: ModelOutput) -> ModelOutput:
-        """Audit the forward in its turn, and return the output for the model."""
+        """Audit the forward in its turn, and return the output for the model.
+
+        An audit that fails is the last one.
+
+        Raises:
+            Exception: the audit failed, and other ranks wait for this one.
+        """
         try:
-            if self._turns.take(plan.outcome):
+            if self.turns.take(plan.outcome):
                 return self._audit(forward, plan, output)
-        except Exception as failure:  # noqa: BLE001 - raised if other ranks wait
-            self._end(failure)
+        except Exception as failure:
+            if not compat.server.is_single_rank():
+                raise
+            self.state.after_cut = None  # the fast path has served, and stays on
+            log.log_failure("YOCO fast prefill: an audit failed, audits are disabled", failure)
+            traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
         return output
 
     def _audit(self, forward: Forward, plan: Plan, output: ModelOutput) -> ModelOutput:
@@ -97,10 +111,9 @@ class Auditor:
         rows = compat.layers.get_rows(output)
         fast = rows.clone()  # stock may overwrite their memory
         try:
-            with rewrite_batch(
-                plan.kept_batch.batch, {}
-            ):  # a forward that fails leaves its residual there
-                if self._state.front is not None:  # the full replay overwrites ``output``
+            # A forward that fails leaves its residual on the batch.
+            with rewrite_batch(plan.kept_batch.batch, {}):
+                if self.state.front is not None:  # the full replay overwrites ``output``
                     found, answer = exit_check.compare_exit(forward, plan, output), output
                 else:
                     found, answer = self._run_again(forward, plan)
@@ -110,28 +123,16 @@ class Auditor:
             raise
         return answer
 
-    def _end(self, failure: Exception) -> None:
-        """Disable audits after one that failed; the fast path has served, and stays on.
-
-        Raises:
-            Exception: ``failure``, if other ranks wait for this one.
-        """
-        if not compat.server.is_single_rank():
-            raise failure
-        self._state.after_cut = None
-        log.log_failure("YOCO fast prefill: an audit failed, audits are disabled", failure)
-        traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
-
     def _run_again(self, forward: Forward, plan: Plan) -> tuple[list[Difference], ModelOutput]:
         """Return the findings of the cut on stock's rows, and stock's output."""
         stock, found = Stock(plan.kept_batch.index), list[Difference]()
-        with layerwise.watch_stock(self._state, stock, self._state.cut_layer):
+        with layerwise.watch_stock(self.state, stock, self.state.cut_layer):
             output = forward.stock()
-        stock.keys = layerwise.get_donor_cache(self._state, plan).read()
-        if plan.runner is not None and not isinstance(plan.runner, EagerTail):
-            _, found = layerwise.run_on_stocks_rows(self._state, plan, stock)
-            plan = replace(plan, runner=EagerTail.of(self._state, plan.backends, plan.kept_batch))
-        _, found_eagerly = layerwise.run_on_stocks_rows(self._state, plan, stock)
+        stock.keys = layerwise.get_donor_cache(self.state, plan).read()
+        if isinstance(plan.runner, Replay):
+            _, found = layerwise.run_on_stocks_rows(self.state, plan, stock)
+            plan = replace(plan, runner=EagerTail.of(self.state, plan.backends, plan.kept_batch))
+        _, found_eagerly = layerwise.run_on_stocks_rows(self.state, plan, stock)
         return found + found_eagerly, output
 
     def _judge(self, plan: Plan, found: list[Difference]) -> None:
@@ -139,7 +140,7 @@ class Auditor:
         worst = rounding.find_worst(found)
         differ = ranks.find_difference(f"an audit: {worst.is_rounding}")
         agrees = worst.is_rounding and differ is None
-        counters = self._state.counters
+        counters = self.state.counters
         counters.count_audit(worst.excess, agrees=agrees)
         if agrees:
             return
@@ -152,5 +153,5 @@ class Auditor:
                 f"tokens {batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, "
                 f"logprobs from {batch.extend_logprob_start_lens_cpu}, {plan.outcome}"
             )
-        if self._strict:
-            self._state.turn_off(DIFFERED)
+        if settings.current.audit_strict:
+            self.state.turn_off(DIFFERED)

@@ -12,7 +12,6 @@ A captured tail is compared as a whole with an eager run of its layers on the sa
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,7 +51,7 @@ _OF_VALUES = 4.0
 # inputs (projected, scaled, normed, added, scaled), and 3 + 8 for queries and keys (projected,
 # normed, rotated).
 _PROJECTED = Tolerance()
-_WEIGHTED = Tolerance(of_rows=True, floor=_OF_VALUES)
+_WEIGHTED = Tolerance(over=-1, floor=_OF_VALUES)
 # The tolerances of the other steps.
 _TOLERANCES = {
     _ATTENTION: _WEIGHTED,
@@ -60,9 +59,6 @@ _TOLERANCES = {
     _OUTPUT: Tolerance(1.5),  # three additions to the residual, and the layer's scale
     _FINAL: Tolerance(2.0),  # the last layer's error, and the norm's
 }
-
-#: Called with a step, its layer and its result, [rows, ...], which may be overwritten.
-_OnStep = Callable[[str, int, Tensor], None]
 
 
 @dataclass
@@ -111,8 +107,14 @@ def call_before_layers(
 
 
 @contextmanager
-def _call_after_steps(state: ModelState, on_step: _OnStep) -> Iterator[None]:
-    """Call ``on_step`` with the result of each step of the tail in the ``with`` block."""
+def _call_after_steps(
+    state: ModelState, on_step: Callable[[str, int, Tensor], None]
+) -> Iterator[None]:
+    """Call ``on_step`` after each step of the tail in the ``with`` block.
+
+    Args:
+        on_step: called with the step, its layer and its result [rows, ...], which it may overwrite.
+    """
 
     def attend(
         number: int,
@@ -180,9 +182,8 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
         patched(model, project_per_layer_inputs=projecting),
         call_before_layers(state, range(first, state.cut_layer + 1), keep_all),
         _call_after_steps(state, keep),
-        ExitStack() as stack,  # removes the hook even if another exit fails
+        model.norm.register_forward_hook(keep_final),
     ):
-        stack.enter_context(model.norm.register_forward_hook(keep_final))
         yield
 
 
@@ -203,14 +204,18 @@ def run_on_stocks_rows(
     rows_at_cut = stock.layer_inputs[state.cut_layer].clone()
     output = rows_at_cut.new_zeros(len(rows_at_cut), state.model.config.hidden_size)
     inputs = cut.make_inputs(state, plan)
-    with zero_slots(steps.cached, stock.keys):
+    try:
+        cached.write((0, 0))  # so that stale K and V cannot mask a missing write
         with _call_after_steps(state, steps.compare_and_replace):
             steps.compare_inputs(inputs)
             cut.finish_prefill(state, plan, output, rows_at_cut, stock.positions, inputs)
         rows = output.index_select(0, stock.index)
         if isinstance(plan.runner, Replay):
-            steps.found.append(_compare_captured(plan.runner, plan.kept_batch.batch, steps, rows))
+            steps.compare_captured(plan.runner, plan.kept_batch.batch, rows)
         steps.compare_keys_and_values()
+    except BaseException:
+        cached.write(stock.keys)  # later forwards read these slots
+        raise
     if isinstance(plan.runner, EagerTail):
         steps.compare_and_replace(_FINAL, len(state.model.layers) - 1, rows)
         for step, layer in steps.missing:
@@ -252,6 +257,28 @@ class _StepComparer:
         self.found += compare_keys_and_values(self.state.cut_layer, expected, self.cached.read())
         self.cached.write(expected)
 
+    def compare_captured(self, replay: Replay, batch: ForwardBatch, rows: Tensor) -> None:
+        """Compare a captured tail with an eager run of its layers on stock's rows, with padding.
+
+        Args:
+            rows: [B, hidden], the captured tail's.
+        """
+        stock, inputs = self.stock, {}
+        for name in ("embeds", "embedded"):
+            all_rows = getattr(stock, name)
+            if all_rows is not None:
+                inputs[name] = all_rows[stock.index]
+        difference = tail_graphs.compare_eager(
+            replay,
+            rows,
+            rows=stock.kept[_OUTPUT, self.state.cut_layer - 1],
+            positions=stock.positions[stock.index],
+            requests=batch.req_pool_indices,
+            lengths=batch.seq_lens,
+            **inputs,
+        )
+        self.found.append(difference)
+
     def compare_and_replace(self, step: str, layer: int, found: Tensor) -> None:
         """Compare ``found``, the result of a step, and overwrite it with stock's."""
         if (step, layer) == (_OUTPUT, self.state.cut_layer - 1):  # the tail begins
@@ -279,54 +306,17 @@ class _StepComparer:
         scores and their errors are large, and a softmax can double the errors.
         """
         queries = self.stock.kept[_QUERIES, layer]
-        width = queries.shape[-1]
         attention = self.layers[layer].self_attn.attn
         keys = self.state.adapter.get_key_scale(self.layers[attention.layer_id]).abs().max()
         norms = queries.float().norm(dim=-1).max()
-        eps = rounding.get_eps_score_error(queries)
-        return float(2 * eps * attention.scaling * norms * keys * math.sqrt(width))
-
-
-def _compare_captured(
-    replay: Replay, batch: ForwardBatch, steps: _StepComparer, rows: Tensor
-) -> Difference:
-    """Compare a captured tail with an eager run of its layers on stock's rows, with padding."""
-    stock = steps.stock
-    inputs = {}
-    for name in ("embeds", "embedded"):
-        all_rows = getattr(stock, name)
-        if all_rows is not None:
-            inputs[name] = all_rows[stock.index]
-    return tail_graphs.compare_eager(
-        replay,
-        rows,
-        rows=stock.kept[_OUTPUT, steps.state.cut_layer - 1],
-        positions=stock.positions[stock.index],
-        requests=batch.req_pool_indices,
-        lengths=batch.seq_lens,
-        **inputs,
-    )
+        unit = rounding.get_score_unit(queries)
+        return float(2 * unit * attention.scaling * norms * keys)
 
 
 def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:
     """Return K and V of layer S-1 of the batch's new tokens."""
     pool, slots = plan.backends.tail_backend.token_to_kv_pool, plan.kept_batch.batch.out_cache_loc
     return compat.pools.get_cached_tokens(pool, state.cut_layer, slots)
-
-
-@contextmanager
-def zero_slots(cached: CachedTokens, otherwise: KeysAndValues) -> Iterator[None]:
-    """Zero K and V of these tokens, so that stale K and V cannot mask a missing write.
-
-    Writes in the ``with`` block persist. If it fails, ``otherwise`` is written: later forwards read
-    these slots.
-    """
-    try:
-        cached.write((0, 0))
-        yield
-    except BaseException:
-        cached.write(otherwise)
-        raise
 
 
 def compare_keys_and_values(

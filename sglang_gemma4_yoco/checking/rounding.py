@@ -45,11 +45,14 @@ def get_unit(tensor: Tensor) -> float:
     return eps + _OF_SUMS
 
 
-def get_eps_score_error(queries: Tensor) -> float:
-    """Return the relative error of fp32 sums of products of queries [..., head_dim] and keys."""
+def get_score_unit(queries: Tensor) -> float:
+    """Return the error of fp32 sums of products of queries [..., head_dim] and keys.
+
+    It is relative to the norm of a query times the root mean square of a key.
+    """
     if _multiplies_in_tf32(queries):
-        return _TF32 / math.sqrt(queries.shape[-1])
-    return _EPS
+        return _TF32
+    return _EPS * math.sqrt(queries.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,13 @@ class Tolerance:
 
     Attributes:
         roundings: the largest root mean square of the errors, in units of the type.
-        of_rows: errors are relative to the size of their row, for example of one head, and not of
-            their channel.
+        over: the dimension over which the sizes are measured that errors are relative to: 0 for the
+            size of their channel, -1 for that of their row, for example of one head.
         floor: the minimum error that is allowed, in eps of fp32 (times ``roundings``).
     """
 
     roundings: float = 1.0
-    of_rows: bool = False
+    over: int = 0
     floor: float = 0.0
 
 
@@ -142,10 +145,7 @@ def compare_rows(
 
 def _measure(expected: Tensor, given: Tensor | None, tolerance: Tolerance, unit: float) -> Tensor:
     """Return the sizes for relative errors of [..., channels]: [rows, 1] or [1, channels]."""
-    over = 0
-    if tolerance.of_rows:
-        over = -1
-    size = measure_sizes(expected, dim=over)
+    size = measure_sizes(expected, dim=tolerance.over)
     if given is not None:
         # Scaled as the layer scales its output.
         scale = expected.float().abs().median() / given.float().abs().median().clamp_min(_TINY)

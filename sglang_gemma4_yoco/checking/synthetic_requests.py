@@ -9,7 +9,6 @@ slots that are written are restored at the end.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +60,11 @@ class SyntheticRequests:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
         self._runner, self._state = runner, state
-        new = _list_new_slots(requests)
-        find = partial(compat.pools.get_cached_tokens, runner.token_to_kv_pool, slots=new)
-        self._caches = {layer: find(layer) for layer in range(state.cut_layer + 1)}
+        new = _list_rows(requests)["out_cache_loc"]
+        self._caches = {
+            layer: compat.pools.get_cached_tokens(runner.token_to_kv_pool, layer, new)
+            for layer in range(state.cut_layer + 1)
+        }
         self._before = self._others()
 
     def run(
@@ -102,13 +103,12 @@ class SyntheticRequests:
         return not all(map(torch.equal, self._before, self._others()))
 
     def _others(self) -> list[Tensor]:
-        """Return copies of the restored slots, with zeros for new tokens and slot 0 (padding)."""
+        """Return copies of the restored slots after slot 0 (padding), with zeros for new tokens."""
         end = _find_end(self.requests)
         others = list[Tensor]()
         for cached in self._caches.values():
-            own = torch.cat([cached.slots.new_zeros(1), cached.slots])
             for cache in (cached.keys, cached.values):
-                others.append(cache[:end].index_fill(0, own, 0))
+                others.append(cache[1:end].index_fill(0, cached.slots - 1, 0))
         return others
 
 
@@ -130,7 +130,7 @@ def make_synthetic_requests(
     requests = _make_requests(runner, state, lengths)
     table, end = compat.pools.get_request_table(runner).req_to_token, _find_end(requests)
     mapping = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
-    places = [table[r.row, : len(r.slots)] for r in requests]
+    places = [table[: len(requests) + 1]]
     for layer in range(state.cut_layer + 1):
         places += [cache[:end] for cache in runner.token_to_kv_pool.get_kv_buffer(layer)]
     if mapping is not None:
@@ -265,17 +265,14 @@ def make_prefill_batch(
         batch.top_logprobs_nums = [0] * size
         batch.token_ids_logprobs = nothing
         # The token after each one, 0 after the last; the logprobs are not read.
-        following = [torch.nn.functional.pad(r.ids[1:], (0, 1)) for r in requests]
-        wanted = [ids[start:] for ids, start in zip(following, starts, strict=True)]
+        wanted = [
+            torch.nn.functional.pad(r.ids[1:], (0, 1))[start:]
+            for r, start in zip(requests, starts, strict=True)
+        ]
         batch.extend_input_logprob_token_ids_gpu = torch.cat(wanted)
     translator = runner.kv_index_translator
     translator.own_plan(batch).bind(batch, translator)
     return batch
-
-
-def _list_new_slots(requests: Sequence[Request]) -> Tensor:
-    """Return the slots of the new tokens in the full pool, [T]."""
-    return torch.cat([r.slots[r.cached :] for r in requests])
 
 
 def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
@@ -296,8 +293,9 @@ def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
         "seq_lens": lengths,
         "seq_lens_cpu": lengths.to("cpu", copy=True),
         "orig_seq_lens": lengths.int(),
-        "seq_lens_sum": sum(prefixes) + sum(lens),
-        "out_cache_loc": _list_new_slots(requests),
+        "seq_lens_sum": sum(prefixes) + total,
+        # The slots of the new tokens in the full pool.
+        "out_cache_loc": torch.cat([r.slots[r.cached :] for r in requests]),
         "positions": torch.cat(positions),
         "extend_num_tokens": total,
         # A captured prefill separates rows from padding by it.

@@ -52,7 +52,7 @@ def check_graphs(captured: TailGraphs, runner: ModelRunner) -> str | None:
             )
         differ = ranks.find_difference(f"the graph for {size} rows agrees: {agrees}")
         if not agrees or differ is not None:
-            captured.drop(size)
+            del captured.buckets[size]
     if not captured.sizes:
         return DIFFERS
     return None

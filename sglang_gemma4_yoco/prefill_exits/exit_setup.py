@@ -32,9 +32,10 @@ def is_repaired() -> bool:
 
     The operator must have requested these graphs. A newer SGLang may not need the fix.
     """
-    is_tested = not compat.release.is_newer_than_tested()
     return (
-        settings.current.prefill_graphs and is_tested and compat.captured_prefills.are_requested()
+        settings.current.prefill_graphs
+        and not compat.release.is_newer_than_tested()
+        and compat.captured_prefills.are_requested()
     )
 
 
@@ -91,7 +92,10 @@ def open_exits(runner: ModelRunner, state: ModelState) -> None:
     exits = find_exits(runner)
     if exits is None:
         return
-    checked = check_exits(runner, state, exits)
+    try:
+        checked = check_exits(runner, state)
+    finally:
+        exits.are_open = False
     state.report.exits_check = checked.to_json()
     # A rank that leaves a graph would wait for one that replays it in full.
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
@@ -106,8 +110,8 @@ def open_exits(runner: ModelRunner, state: ModelState) -> None:
     log.log_once(f"YOCO fast prefill: exits from captured prefills are {fact}", level)
 
 
-def check_exits(runner: ModelRunner, state: ModelState, exits: Exits) -> CheckResult:
-    """Compare a synthetic prefill that leaves at an exit with its full replay.
+def check_exits(runner: ModelRunner, state: ModelState) -> CheckResult:
+    """Compare a synthetic prefill that leaves at an exit, which must be open, with its full replay.
 
     It finishes its prompts; without a captured tail it is an intermediate chunk, since only these
     leave at an exit then. The ``ModelRunner`` must be idle.
@@ -129,7 +133,7 @@ def check_exits(runner: ModelRunner, state: ModelState, exits: Exits) -> CheckRe
     if state.captured is not None:
         lengths = lengths[: state.captured.sizes[-1]]
     synthetic_span = synthetic_requests.make_synthetic_requests(runner, state, lengths)
-    with synthetic_span as synthetic, always, exits.opened():
+    with synthetic_span as synthetic, always:
         outcome = synthetic.run(leaving, finishes=state.captured is not None).outcome
         if outcome not in OUTCOMES.values():
             found.append(rounding.make_defect(NOT_TAKEN))

@@ -10,8 +10,7 @@ A batch that is cut runs SGLang's own segments up to the exit point; then its K 
 are written, its captured tail is replayed, and the tail's rows go into SGLang's output.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +42,7 @@ OUTCOMES = {
 }
 
 
+@dataclass(eq=False)
 class Exits:
     """The exits of SGLang's captured prefills; a ``CapturedFront`` while one of these runs.
 
@@ -51,18 +51,8 @@ class Exits:
         batch: the live batch that SGLang is serving with a captured prefill, or None.
     """
 
-    def __init__(self) -> None:
-        self.are_open = False
-        self.batch: ForwardBatch | None = None
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Open them in the ``with`` block."""
-        self.are_open = True
-        try:
-            yield
-        finally:
-            self.are_open = False
+    are_open: bool = False
+    batch: ForwardBatch | None = None
 
     def find_refusal(self, eligible: Eligible, *, on_gpu: bool) -> Refusal | None:
         """Return why an eligible batch does not leave its captured prefill, or None."""

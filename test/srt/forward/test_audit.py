@@ -170,7 +170,7 @@ def test_a_forward_that_compares_itself(engine: Engine) -> None:
     with audited(engine), pytest.MonkeyPatch.context() as patched:
         state = state_of(engine)
         replayed = replace(state, front=Exits())
-        patched.setattr(state.after_cut, "_state", replayed)
+        patched.setattr(state.after_cut, "state", replayed)
         patched.setattr(exit_check, "compare_exit", findings)
         answer = run(engine, scheduled, "1").output.next_token_logits
         assert torch.equal(answer, stock)

@@ -194,10 +194,10 @@ def _scaled(k: float = 1.0, v: float = 1.0) -> Breakage:
 def _stale(state: ModelState, name: str) -> Iterator[bool]:
     """Leave a static input stale, for any number of requests."""
     tail = state.captured
-    if not isinstance(tail, TailGraphs) or getattr(tail._inputs, name) is None:
+    if not isinstance(tail, TailGraphs) or getattr(tail.inputs[-1], name) is None:
         yield False
         return
-    static, right = getattr(tail._inputs, name), tail.inputs
+    static, right = getattr(tail.inputs[-1], name), tail.inputs
     static.fill_(1 if name == "lengths" else 0)  # of another batch
     tail.inputs = [replace(rows, **{name: getattr(rows, name).clone()}) for rows in right]
     try:

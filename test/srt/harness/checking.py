@@ -60,11 +60,11 @@ def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator
     reason = state.off_because
     with settings.changed(audit=every, audit_strict=strict):
         state.after_cut = audit.make_auditor(engine.runner, state)
-    try:
-        yield state
-    finally:
-        state.after_cut = None
-        state.off_because = reason
+        try:
+            yield state
+        finally:
+            state.after_cut = None
+            state.off_because = reason
 
 
 @contextmanager

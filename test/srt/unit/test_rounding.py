@@ -17,7 +17,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 ROWS_OF_THREE_ROUNDINGS = Tolerance(0.75)
-OF_ROWS = Tolerance(of_rows=True)
+OF_ROWS = Tolerance(over=-1)
 
 
 def compared(
