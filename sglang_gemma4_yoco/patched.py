@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_ABSENT = object()
-
 
 @contextmanager
 def patched(owner: Any, **attributes: Any) -> Iterator[None]:
@@ -21,14 +19,14 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
     list again. ``named_modules()`` and ``state_dict()`` do not see the replacement.
     """
     own = owner.__dict__
-    before: dict[str, object] = {}
+    before = dict[str, object]()
     for name in attributes:
-        before[name] = own.get(name, _ABSENT)
+        if name in own:
+            before[name] = own[name]
     own.update(attributes)
     try:
         yield
     finally:
+        for name in attributes:
+            own.pop(name, None)
         own.update(before)
-        for name, value in before.items():
-            if value is _ABSENT:
-                del own[name]

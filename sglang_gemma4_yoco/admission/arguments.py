@@ -122,8 +122,6 @@ _JUDGED_BY_VALUE = {
     "speculative_algorithm",
     "disaggregation_mode",
     "kv_canary",
-    "DUMPER_ENABLE",
-    "DUMPER_SERVER_PORT",
     "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION",
 }
 
@@ -140,9 +138,7 @@ def find_release_reason() -> ServerRefusal | None:
     self-check passes. A refusing argument that was renamed must not pass as unset. SGLang's own
     fast prefill, if on, is the reason on any release.
     """
-    if not compat.release.is_newer_than_tested():
-        return None
-    if read_argument(FAST_PREFILL):
+    if not compat.release.is_newer_than_tested() or read_argument(FAST_PREFILL):
         return None
     installed, untested = compat.release.INSTALLED, settings.name_of("untested")
     gone = [name for name in list_judged_arguments() if not compat.server.has_name(name)]

@@ -19,13 +19,10 @@ NO_SHARED_LAYERS = ServerRefusal("the model has no KV-shared tail")
 
 def find_model_reason(model: TextModel) -> ServerRefusal | None:
     """Return why no batch of this model may be cut with these server arguments, or None."""
-    reason = arguments.find_server_reason()
-    if reason is not None:
-        return reason
     first = first_shared_layer(model.config)
     if first is None:
         return NO_SHARED_LAYERS
-    return weights.find_linear_reason(model, first)
+    return arguments.find_server_reason() or weights.find_linear_reason(model, first)
 
 
 def find_runner_reason(runner: ModelRunner, model: TextModel) -> ServerRefusal | None:

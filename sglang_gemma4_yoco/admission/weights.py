@@ -49,7 +49,7 @@ def find_linear_reason(model: TextModel, first: int) -> ServerRefusal | None:
         model: a text model with a tail and loaded weights.
         first: S, the index of its first KV-shared layer.
     """
-    for layer in list(getattr(model, "layers", ()))[first - 1 :]:
+    for layer in model.layers[first - 1 :]:
         for part in layer.modules():
             if _computes_rows(part) and not has_independent_rows(part):
                 return ServerRefusal(f"rows of {get_linear_kind(part)} may depend on each other")

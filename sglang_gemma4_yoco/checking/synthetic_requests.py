@@ -256,7 +256,7 @@ def make_prefill_batch(
         mm_inputs=nothing,
         lora_ids=nothing,
         spec_algorithm=compat.batch.SpeculativeAlgorithm.NONE,
-        capture_hidden_mode=compat.batch.get_hidden_state_mode(),
+        capture_hidden_mode=compat.batch.get_server_return_hidden_states_mode(),
         **fields,
     )
     batch.extend_logprob_start_lens_cpu = list(starts or fields["extend_seq_lens_cpu"])

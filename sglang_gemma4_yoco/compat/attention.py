@@ -50,11 +50,9 @@ def get_current_backend() -> AttentionBackend | None:
 
 def use_backend(backend: AttentionBackend) -> AbstractContextManager[None]:
     """Make ``backend`` the current attention backend in the ``with`` block."""
+    current = forward_context.ForwardContext(attn_backend=backend)
     if forward_context.has_forward_context():
-        before = forward_context.get_forward_context()
-        current = dataclasses.replace(before, attn_backend=backend)
-    else:
-        current = forward_context.ForwardContext(attn_backend=backend)
+        current = dataclasses.replace(forward_context.get_forward_context(), attn_backend=backend)
     switched: AbstractContextManager[None] = forward_context.forward_context(current)
     return switched
 

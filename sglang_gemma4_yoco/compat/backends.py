@@ -98,5 +98,4 @@ def may_run_tail(table: BackendTable, backend: object) -> bool:
 
 def list_backend_modules() -> list[str]:
     """Return the modules of the classes that a model admits for prefills."""
-    entries = (*GEMMA4, *GEMMA3N)
-    return [entry.path.rpartition(".")[0] for entry in entries if entry.is_admitted]
+    return [entry.path.rpartition(".")[0] for entry in GEMMA4 + GEMMA3N if entry.is_admitted]

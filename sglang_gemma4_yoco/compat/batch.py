@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
-from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode as CaptureHiddenMode
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch as ForwardBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode as ForwardMode
+from sglang.srt.model_executor.forward_batch_info import (
+    get_server_return_hidden_states_mode as get_server_return_hidden_states_mode,
+)
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as SpeculativeAlgorithm
 
 #: The field that is False for a batch in which no prompt ends, and whether SGLang has it, as 0.5.23
@@ -21,11 +23,6 @@ def mark_chunk(batch: ForwardBatch, *, finishes: bool) -> None:
     """Mark whether some prompt ends in a batch, if this SGLang marks batches."""
     if MARKS_CHUNKS:
         setattr(batch, CHUNK_MARK, finishes)
-
-
-def get_hidden_state_mode() -> CaptureHiddenMode:
-    """Return the ``CaptureHiddenMode`` of every batch of this server."""
-    return forward_batch_info.get_server_return_hidden_states_mode()
 
 
 def make_decode_step(

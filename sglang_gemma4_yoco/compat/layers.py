@@ -49,16 +49,6 @@ def get_residual(forward_batch: ForwardBatch) -> Tensor:
 
 
 def start_residual(forward_batch: ForwardBatch, hidden_states: Tensor) -> None:
-    """Begin the batch's residual stream with ``hidden_states``."""
+    """Give the batch a new residual stream that begins with ``hidden_states``."""
     residual_batch.start(forward_batch)
-    write_residual(forward_batch, hidden_states)
-
-
-def write_residual(forward_batch: ForwardBatch, hidden_states: Tensor) -> None:
-    """Put ``hidden_states`` into the batch's residual stream."""
     residual_batch.set_written(hidden_states, forward_batch)
-
-
-def end_residual(forward_batch: ForwardBatch) -> None:
-    """Free the residual's memory."""
-    forward_batch.residual_stream = None

@@ -84,16 +84,6 @@ def _has_signature(function: Any | None, wanted: str) -> bool:
     return ", ".join(parameters) == wanted
 
 
-def _missing(fields: Iterable[str]) -> Iterator[str]:
-    """Yield the symbols needed for all models that the installed SGLang lacks."""
-    wanted = "self, forward_batch"
-    if not _has_signature(attention.AttentionBackend.init_forward_metadata, wanted):
-        yield f"AttentionBackend.init_forward_metadata({wanted})"
-    for name in fields:
-        if name not in batch.ForwardBatch.__dataclass_fields__:
-            yield f"ForwardBatch.{name}"
-
-
 def check_names(fields: Iterable[str]) -> None:
     """Raise ``IncompatibleError``, with the remedy, if a symbol is missing.
 
@@ -102,6 +92,12 @@ def check_names(fields: Iterable[str]) -> None:
             they had another name, nothing would raise an error. Any other missing symbol raises one
             where it is used, at the latest in the check at start, and mypy names it.
     """
-    missing = "; ".join(_missing(fields))
+    missing, wanted = list[str](), "self, forward_batch"
+    if not _has_signature(attention.AttentionBackend.init_forward_metadata, wanted):
+        missing.append(f"AttentionBackend.init_forward_metadata({wanted})")
+    for name in fields:
+        if name not in batch.ForwardBatch.__dataclass_fields__:
+            missing.append(f"ForwardBatch.{name}")
     if missing:
-        raise release.IncompatibleError(f"SGLang {release.INSTALLED} lacks {missing}. {_REMEDY}")
+        lacks = f"SGLang {release.INSTALLED} lacks {'; '.join(missing)}"
+        raise release.IncompatibleError(f"{lacks}. {_REMEDY}")

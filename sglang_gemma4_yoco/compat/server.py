@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolution_result
-from sglang.srt.debug_utils.dumper import DumperConfig
 from sglang.srt.debug_utils.dumper import dumper as dumper
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.environ import envs
@@ -21,7 +20,6 @@ POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
 BARRIER_VARIABLE = "SGLANG_FORCE_COARSE_WAR_BARRIER"
 #: The argument that turns SGLang's own fast prefill on, if present (its change #27183).
 FAST_PREFILL = "kv_sharing_fast_prefill"
-_DUMPER = "DUMPER_"  # the variables of SGLang's dumper, whose names are made of its fields
 
 
 def read_argument(name: str) -> Any | None:
@@ -38,8 +36,6 @@ def read_argument(name: str) -> Any | None:
 
 def has_name(name: str) -> bool:
     """Return True if this SGLang has a server argument or (in capitals) variable of this name."""
-    if name.startswith(_DUMPER):
-        return hasattr(DumperConfig, name.removeprefix(_DUMPER).lower())
     if name.isupper():
         return hasattr(envs, name)
     return hasattr(ServerArgs, name)
@@ -70,10 +66,8 @@ def is_single_rank() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
-def get_tensor_parallel_group() -> GroupCoordinator | None:
-    """Return SGLang's tensor-parallel group coordinator; None for a single rank."""
-    if (read_argument("tp_size") or 1) == 1:
-        return None
+def get_tensor_parallel_group() -> GroupCoordinator:
+    """Return SGLang's tensor-parallel group coordinator."""
     group: GroupCoordinator = get_parallel().tp_group
     return group
 

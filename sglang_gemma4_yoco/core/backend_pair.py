@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.compat.attention import AttentionBackend
-from sglang_gemma4_yoco.compat.batch import ABSENT, ForwardBatch, ForwardMode
+from sglang_gemma4_yoco.compat.batch import ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.core.kept_batch import rewrite_batch
@@ -65,12 +65,10 @@ class BackendPair:
             fields: ``KeptBatch.fields`` of this batch; empty if it has the kept rows alone.
         """
         backend = self.tail_backend
-        try:
-            with rewrite_batch(forward_batch, fields):
-                compat.attention.init_tail_metadata(backend, forward_batch)
-            return getattr(backend, "forward_metadata", None)
-        finally:
-            backend.forward_metadata = ABSENT
+        # The metadata belongs to the plan, and is freed with it.
+        with patched(backend, forward_metadata=None), rewrite_batch(forward_batch, fields):
+            compat.attention.init_tail_metadata(backend, forward_batch)
+            return backend.forward_metadata
 
     @contextmanager
     def running_tail(

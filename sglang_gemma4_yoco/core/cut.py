@@ -84,22 +84,19 @@ def finish_prefill(
     """
     if not inputs.are_complete():
         raise NotCuttableError(OTHER_INPUTS)
-    write_donor_keys_and_values(state, plan, rows, positions)
+    k, v = state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)
+    write_donor_keys_and_values(state, plan, k, v)
     if plan.runner is not None:
         kept = plan.runner.run(rows, positions, inputs.get_kept)
         output.index_copy_(0, plan.kept_batch.index, kept)
 
 
-def write_donor_keys_and_values(
-    state: ModelState, plan: Plan, rows: Tensor, positions: Tensor
-) -> None:
-    """Write K and V of layer S-1 for all rows, from its input [T, ...]."""
-    donor, backends = state.tail_layers[0], plan.backends
-    k, v = state.adapter.compute_keys_and_values(donor, rows, positions)
+def write_donor_keys_and_values(state: ModelState, plan: Plan, k: Tensor, v: Tensor) -> None:
+    """Write K and V of layer S-1 for all rows, each [T, kv_heads, head_dim]."""
     compat.pools.write_keys_and_values(
-        backends.main_backend,
-        backends.tail_backend.token_to_kv_pool,
-        donor.self_attn.attn,
+        plan.backends.main_backend,
+        plan.backends.tail_backend.token_to_kv_pool,
+        state.tail_layers[0].self_attn.attn,
         plan.kept_batch.batch,
         k,
         v,

@@ -9,7 +9,7 @@ decision depends only on host fields, which are the same on every rank. Server-w
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.compat.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.core import worth
-from sglang_gemma4_yoco.core.interfaces import Eligible
+from sglang_gemma4_yoco.core.interfaces import Eligible as Eligible
 from sglang_gemma4_yoco.core.kept_batch import REWRITTEN, KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.refusal import Refusal
@@ -47,25 +47,10 @@ INELIGIBLE_FIELDS = {
 #: Fields that are read or written by a string with their name; a missing one is found at load.
 FIELDS_BY_NAME = {*INELIGIBLE_FIELDS, *REWRITTEN}
 
-# NULL captures no row, LAST the last one of each request, FULL every row.
-_LAST_ROW_CAPTURES = (
-    None,
-    CaptureHiddenMode.NULL,
-    CaptureHiddenMode.LAST,
-)
-
 
 def is_prefill(mode: object) -> bool:
     """Return True for a prefill's mode; by identity, because SGLang's modes equal integers."""
     return mode is ForwardMode.EXTEND or mode is ForwardMode.MIXED
-
-
-def find_ineligible_reason(state: ModelState, forward_batch: ForwardBatch) -> Refusal | None:
-    """Return why this batch must run as stock, or None if it may be cut."""
-    found = check_eligibility(state, forward_batch)
-    if isinstance(found, Refusal):
-        return found
-    return None
 
 
 def check_eligibility(state: ModelState, forward_batch: ForwardBatch) -> Eligible | Refusal:
@@ -84,25 +69,19 @@ def check_eligibility(state: ModelState, forward_batch: ForwardBatch) -> Eligibl
         return state.off_because
     if state.front is None and compat.attention.is_capturing():
         return CAPTURING
-    reason = _check_fields(state, forward_batch)
-    if reason is None:
-        reason = _check_lengths(forward_batch)  # the rows follow from them
+    reason = _check_fields(state, forward_batch) or _check_lengths(forward_batch)
     if reason is not None:
         return reason
-    eligible = _find_rows(state, forward_batch)
-    reason = _check_rows(state, forward_batch, eligible)
-    if reason is None and state.front is not None:
-        reason = state.front.find_refusal(eligible, on_gpu=state.on_gpu)
-    return reason or eligible
-
-
-def _find_rows(state: ModelState, forward_batch: ForwardBatch) -> Eligible:
-    """Return the rows of a batch that are read, and the captured tail's bucket for them."""
+    # The rows follow from the lengths, which are known now.
     kept, intermediate = find_kept_rows(forward_batch), is_intermediate_chunk(forward_batch)
     bucket = None
     if state.captured is not None and not intermediate:
         bucket = state.captured.bucket_for(kept)
-    return Eligible(kept, intermediate, bucket)
+    eligible = Eligible(kept, intermediate, bucket)
+    reason = _check_rows(state, forward_batch, eligible)
+    if reason is None and state.front is not None:
+        reason = state.front.find_refusal(eligible, on_gpu=state.on_gpu)
+    return reason or eligible
 
 
 def _check_fields(state: ModelState, forward_batch: ForwardBatch) -> Refusal | None:
@@ -116,8 +95,9 @@ def _check_fields(state: ModelState, forward_batch: ForwardBatch) -> Refusal | N
     drafts = _find_drafts(forward_batch)
     if drafts not in (None, *LAST_ROW_DRAFTS):
         return SPECULATIVE
-    capture = forward_batch.capture_hidden_mode
-    if capture not in _LAST_ROW_CAPTURES and drafts != _CAPTURES_FULL:
+    # NULL captures no row, LAST the last one of each request, FULL every row.
+    last_rows = (None, CaptureHiddenMode.NULL, CaptureHiddenMode.LAST)
+    if forward_batch.capture_hidden_mode not in last_rows and drafts != _CAPTURES_FULL:
         return HIDDEN_STATES
     adapters = forward_batch.lora_ids or ()
     if any(adapter is not None for adapter in adapters):

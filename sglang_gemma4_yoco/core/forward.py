@@ -33,8 +33,9 @@ from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 LIMIT = 8
-_FAILS = f"it failed {LIMIT} times in a row and is off in this process"
-GIVEN_UP = ServerRefusal(_FAILS, level=logging.ERROR)
+GIVEN_UP = ServerRefusal(
+    f"it failed {LIMIT} times in a row and is off in this process", level=logging.ERROR
+)
 
 
 def wrap_model_forward(stock: Method) -> Method:
@@ -94,8 +95,12 @@ def serve_forward(state: ModelState, forward_batch: ForwardBatch, forward: Forwa
     except Exception as failure:
         if not compat.server.is_single_rank():
             raise
-        _handle_failure(state, failure, rows)
-        return forward.stock()
+        state.counters.count_failure(failure, rows)
+        state.failures_in_a_row += 1
+        if state.failures_in_a_row == LIMIT:
+            state.turn_off(GIVEN_UP)
+        # The traceback keeps the first run's tensors alive, and the second run needs the memory.
+        traceback.clear_frames(failure.__traceback__)
     return forward.stock()
 
 
@@ -115,16 +120,6 @@ def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> ModelOutput:
     )
     state.failures_in_a_row = 0  # reset only after everything that can raise
     return output
-
-
-def _handle_failure(state: ModelState, failure: Exception, rows: int) -> None:
-    """Count a failure with a batch of ``rows`` rows; after ``LIMIT`` in a row turn the path off."""
-    state.counters.count_failure(failure, rows)
-    state.failures_in_a_row += 1
-    if state.failures_in_a_row == LIMIT:
-        state.turn_off(GIVEN_UP)
-    # The traceback keeps the first run's tensors alive, and the second run needs the memory.
-    traceback.clear_frames(failure.__traceback__)
 
 
 @dataclass

@@ -1,17 +1,42 @@
-"""Interfaces that the packages above core implement."""
+"""Interfaces that the folders above core implement.
+
+``TailBucket`` and ``CapturedTail`` have one implementation each (``captured/graphs.py``). It needs
+the state of ``core``; with these interfaces the state does not need it in turn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
+from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.text_model import ModelOutput
 from sglang_gemma4_yoco.core.kept_batch import KeptRows
-from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.plan import Plan, TailRunner
 from sglang_gemma4_yoco.refusal import Refusal
 
-if TYPE_CHECKING:
-    from sglang_gemma4_yoco.captured.graphs import Bucket
+
+class TailBucket(Protocol):
+    """The tail, captured in a CUDA graph for a number of rows."""
+
+    def fill(self, live: ForwardBatch, index: Tensor) -> TailRunner:
+        """Fill the graph's inputs for rows ``index`` [B] of the batch ``live``; return a runner."""
+
+
+class CapturedTail(Protocol):
+    """The tail, captured for some numbers of rows."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The buckets' sizes, in rows, ascending."""
+
+    def bucket_for(self, kept: KeptRows) -> TailBucket | None:
+        """Return the smallest bucket for these rows; None if they cannot be replayed."""
+
+    def close(self) -> None:
+        """Free all graphs."""
 
 
 class Eligible(NamedTuple):
@@ -25,7 +50,7 @@ class Eligible(NamedTuple):
 
     kept: KeptRows
     is_intermediate_chunk: bool
-    bucket: Bucket | None
+    bucket: TailBucket | None
 
 
 class CapturedFront(Protocol):

@@ -104,7 +104,7 @@ class PerLayerInputs:
             return self._projected
         into_embeds = into_embedded = before_cut = None
         if self.buffers is not None:
-            into_embeds, into_embedded = self.buffers.embeds, self.buffers.embedded
+            into_embeds, into_embedded = self.buffers
         # Copied now: the embeddings are layer 0's residual, which its fused add-norm overwrites.
         self._embeds = torch.index_select(embeds, 0, self.index, out=into_embeds)
         if embedded is not None:

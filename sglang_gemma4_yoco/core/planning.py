@@ -75,7 +75,10 @@ def take_plan(state: ModelState, forward_batch: ForwardBatch) -> Plan | Refusal:
     """
     decided: Plan | Refusal | Exception | None = getattr(forward_batch, PLAN_ENTRY, None)
     if decided is None:
-        return eligibility.find_ineligible_reason(state, forward_batch) or NOT_PLANNED
+        eligible = eligibility.check_eligibility(state, forward_batch)
+        if isinstance(eligible, Refusal):
+            return eligible
+        return NOT_PLANNED
     setattr(forward_batch, PLAN_ENTRY, None)
     if isinstance(decided, Refusal):
         return decided

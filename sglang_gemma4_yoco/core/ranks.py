@@ -27,9 +27,9 @@ def find_difference(found: str) -> str | None:
     Returns:
         The reason why no batch may be cut, the same on every rank of the group, or None.
     """
-    group = compat.server.get_tensor_parallel_group()
-    if group is None:
+    if compat.server.is_single_rank():
         return None
+    group = compat.server.get_tensor_parallel_group()
     everyone: list[str] = [""] * len(group.ranks)
     distributed.all_gather_object(everyone, found, group=group.cpu_group)
     different = sorted(set(everyone))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,15 +15,12 @@ from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.text_model import TextConfig, TextLayer, TextModel
 from sglang_gemma4_yoco.core.backend_pair import BackendPair
-from sglang_gemma4_yoco.core.interfaces import AfterCut, CapturedFront
+from sglang_gemma4_yoco.core.interfaces import AfterCut, CapturedFront, CapturedTail
 from sglang_gemma4_yoco.core.model import Adapter
 from sglang_gemma4_yoco.core.per_layer import can_be_split
 from sglang_gemma4_yoco.counters import Counters, served
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
-
-if TYPE_CHECKING:
-    from sglang_gemma4_yoco.captured.graphs import TailGraphs
 
 #: The attribute of a model with its ``ModelState``.
 STATE_ENTRY = "_yoco_state"
@@ -76,7 +73,7 @@ class ModelState:
     adapter: Adapter
     off_because: ServerRefusal | None
     backends: BackendPair | None = None
-    captured: TailGraphs | None = None
+    captured: CapturedTail | None = None
     front: CapturedFront | None = None
     after_cut: AfterCut | None = None
     failures_in_a_row: int = 0
@@ -108,8 +105,7 @@ class ModelState:
         """True on any accelerator, where launches take time."""
         if self.backends is None:
             return False
-        device = getattr(self.backends.tail_backend, "device", "cpu")
-        return torch.device(device).type != "cpu"
+        return torch.device(self.backends.tail_backend.device).type != "cpu"
 
     def get_backends(self) -> BackendPair:
         """Return the attention backends; without the tail's own no batch is eligible."""

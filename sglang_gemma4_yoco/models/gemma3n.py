@@ -128,13 +128,13 @@ def run_tail(
 
     embeds = rows.new_ones(len(rows), model.config.hidden_size)
     stock = inspect.unwrap(type(model).forward)
-    with ExitStack() as stack:
-        stack.enter_context(gemma4.share_own_keys_and_values(layers[0].self_attn))
+    with (
+        ExitStack() as stack,
+        gemma4.share_own_keys_and_values(layers[0].self_attn),
+        patched(model, layers=[run_first, *layers[1:]], project_per_layer_inputs=lambda *_: inputs),
+    ):
         for layer in layers:
             stack.enter_context(_flatten_heads(layer.self_attn.attn))
-        own_layers = [run_first, *layers[1:]]
-        own = patched(model, layers=own_layers, project_per_layer_inputs=lambda *_: inputs)
-        stack.enter_context(own)
         merged: Tensor = stock(model, None, positions, batch, embeds)
     return merged
 

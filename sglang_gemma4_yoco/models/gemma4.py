@@ -199,21 +199,19 @@ def run_tail(
     inputs: Tensor | None,
 ) -> Tensor:
     """Run the layers and the norm: [B, hidden]; the batch holds the residual stream."""
-    try:
-        with share_own_keys_and_values(layers[0].self_attn):
-            compat.layers.start_residual(batch, rows)
-            own_inputs = None
-            for number, layer in enumerate(layers):
-                if inputs is not None:
-                    own_inputs = inputs[:, number, :]
-                rows = layer(
-                    positions=positions,
-                    hidden_states=rows,
-                    per_layer_input=own_inputs,
-                    forward_batch=batch,
-                )
-    finally:
-        compat.layers.end_residual(batch)
+    # Without ``patched`` a captured batch would keep the residual's memory as long as its graph.
+    with share_own_keys_and_values(layers[0].self_attn), patched(batch, residual_stream=None):
+        compat.layers.start_residual(batch, rows)
+        own_inputs = None
+        for number, layer in enumerate(layers):
+            if inputs is not None:
+                own_inputs = inputs[:, number, :]
+            rows = layer(
+                positions=positions,
+                hidden_states=rows,
+                per_layer_input=own_inputs,
+                forward_batch=batch,
+            )
     normed: Tensor = model.norm(rows)
     return normed
 

@@ -92,6 +92,7 @@ def open_exits(runner: ModelRunner, state: ModelState) -> None:
     exits = find_exits(runner)
     if exits is None:
         return
+    exits.are_open = True  # for the check
     try:
         checked = check_exits(runner, state)
     finally:

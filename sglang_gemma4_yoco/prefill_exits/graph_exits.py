@@ -23,6 +23,7 @@ from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint, PrefillGraph, ShapeKey
 from sglang_gemma4_yoco.compat.server import PrefillCudaGraphRunner
 from sglang_gemma4_yoco.compat.text_model import Method, ModelOutput, TextModel
+from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.eligibility import TOO_LITTLE, is_multimodal
 from sglang_gemma4_yoco.core.forward import serve_forward
 from sglang_gemma4_yoco.core.interfaces import Eligible
@@ -149,9 +150,7 @@ class ExitForward:
         # Rows after those of the live batch are padding, of which nothing may be written.
         total = plan.kept_batch.kept.total
         keys, values = point.keys[:total], point.values[:total]
-        main, pool = plan.backends.main_backend, plan.backends.tail_backend.token_to_kv_pool
-        donor = self.state.tail_layers[0].self_attn.attn
-        compat.pools.write_keys_and_values(main, pool, donor, plan.kept_batch.batch, keys, values)
+        cut.write_donor_keys_and_values(self.state, plan, keys, values)
         if plan.runner is not None:
             assert isinstance(plan.runner, Replay)
             index = plan.kept_batch.index

@@ -7,8 +7,7 @@ import torch
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.admission import arguments, order
 from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.compat.server import ModelRunner
-from sglang_gemma4_yoco.compat.text_model import TextModel
+from sglang_gemma4_yoco.compat import ModelRunner, TextModel
 from sglang_gemma4_yoco.core import planning
 from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.models import registry
@@ -39,12 +38,11 @@ def _compile_kernels(runner: ModelRunner, state: ModelState) -> None:
 
     Otherwise the first request would wait for the compiler. Never raises: that request can retry.
     """
-    device = runner.device
     try:
         for number in _FEW, _MANY:
             shape = state.adapter.get_row_shape(state.model)
-            rows = torch.zeros(number, *shape, dtype=runner.dtype, device=device)
-            positions = torch.zeros(number, dtype=torch.int64, device=device)
+            rows = torch.zeros(number, *shape, dtype=runner.dtype, device=runner.device)
+            positions = torch.zeros(number, dtype=torch.int64, device=runner.device)
             state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)
     except Exception as failure:  # noqa: BLE001 - any failure falls back to stock later
         log.log_failure("YOCO fast prefill: compiling kernels at start failed", failure)

@@ -8,10 +8,9 @@ import torch
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import tail_graphs
-from sglang_gemma4_yoco.compat.server import ModelRunner
-from sglang_gemma4_yoco.compat.text_model import TextModel
+from sglang_gemma4_yoco.compat import ModelRunner, TextModel
 from sglang_gemma4_yoco.core import kept_batch
-from sglang_gemma4_yoco.core.state import ModelState, find_state
+from sglang_gemma4_yoco.core.state import find_state
 from sglang_gemma4_yoco.prefill_exits import exit_setup
 from sglang_gemma4_yoco.startup import checked
 
@@ -34,19 +33,16 @@ def set_up(runner: ModelRunner, model: TextModel) -> None:
     if state is None:
         return
     exit_setup.add_closed_exits(runner, state)
-    if state.off_because is None:
-        with restore_generators(runner.device):
-            _set_up_admitted(runner, state)
-
-
-def _set_up_admitted(runner: ModelRunner, state: ModelState) -> None:
-    # At a recapture the server is already serving. SGLang's scheduler captures between two batches
-    # and may have launched the last one on another stream. Synchronize before anything is freed,
-    # zeroed or used.
-    compat.server.wait_for_device(runner.device)
-    lifecycle.capture_tail(runner, state, tail_graphs.check_graphs)
-    if not state.serves:
-        checked.check_before_serving(runner, state)
+    if state.off_because is not None:
+        return
+    with restore_generators(runner.device):
+        # At a recapture the server is already serving. SGLang's scheduler captures between two
+        # batches and may have launched the last one on another stream. Synchronize before anything
+        # is freed, zeroed or used.
+        compat.server.wait_for_device(runner.device)
+        lifecycle.capture_tail(runner, state, tail_graphs.check_graphs)
+        if not state.serves:
+            checked.check_before_serving(runner, state)
     state.serves = True
     if state.off_because is None:
         kept_batch.pin_memory(runner.device)

@@ -12,7 +12,7 @@ These methods run in every server, whatever model it serves. So each calls this 
 import logging
 
 from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.compat.text_model import Method, TextModel
+from sglang_gemma4_yoco.compat import Method, TextModel
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup import pr27183, reports

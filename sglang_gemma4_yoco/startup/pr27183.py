@@ -14,8 +14,7 @@ from torch import Tensor
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.admission import order
-from sglang_gemma4_yoco.compat.batch import ForwardBatch
-from sglang_gemma4_yoco.compat.text_model import Method, TextModel
+from sglang_gemma4_yoco.compat import ForwardBatch, Method, TextModel
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.kept_batch import KeptBatch, rewrite_batch
 from sglang_gemma4_yoco.core.state import ModelState, find_state
@@ -31,7 +30,8 @@ def _yoco_eligibility(self: TextModel, forward_batch: ForwardBatch) -> bool:
         return False
     state = find_state(self) or ModelState(self, gemma4, order.find_model_reason(self))
     current = compat.attention.get_current_backend()
-    if eligibility.find_ineligible_reason(state, forward_batch) is not None:
+    eligible = eligibility.check_eligibility(state, forward_batch)
+    if not isinstance(eligible, eligibility.Eligible):
         return False
     return current is None or compat.backends.may_run_tail(
         state.adapter.ATTENTION_BACKENDS, current
@@ -67,9 +67,8 @@ def _yoco_truncate_to_last_tokens(
     kept = eligibility.find_kept_rows(forward_batch)
     decodes = not compat.release.is_newer_than_tested()
     kept_batch = KeptBatch.of(forward_batch, kept, decodes=decodes)
-    row_inputs = per_layer_inputs
-    if row_inputs is not None:
-        row_inputs = row_inputs.index_select(0, kept_batch.index)
+    if per_layer_inputs is not None:
+        per_layer_inputs = per_layer_inputs.index_select(0, kept_batch.index)
     rows = hidden_states.index_select(0, kept_batch.index)
     row_positions = positions.index_select(0, kept_batch.index)
     fields = {**kept_batch.fields, "positions": row_positions}
@@ -80,8 +79,8 @@ def _yoco_truncate_to_last_tokens(
         stack.enter_context(rewrite_batch(forward_batch, fields))
         compat.attention.init_tail_metadata(main, forward_batch)
         if forward_batch.residual_stream is not None:
-            compat.layers.write_residual(forward_batch, rows)
-        return rows, row_positions, row_inputs, kept_batch.index, stack.pop_all().close
+            compat.layers.start_residual(forward_batch, rows)
+        return rows, row_positions, per_layer_inputs, kept_batch.index, stack.pop_all().close
 
 
 HELPERS: tuple[Method, ...] = (_yoco_eligibility, _yoco_truncate_to_last_tokens)

@@ -58,11 +58,8 @@ def _find_text_models(runner: ModelRunner) -> list[TextModel]:
         return []
     modules: Any = getattr(runner.model, "modules", list)  # on MLX it is not a PyTorch module
     known: Any = tuple(registry.list_text_models())
-    models = list[TextModel]()
-    for model in modules():
-        if isinstance(model, known) and first_shared_layer(model.config) is not None:
-            models.append(model)
-    return models
+    models = [model for model in modules() if isinstance(model, known)]
+    return [model for model in models if first_shared_layer(model.config) is not None]
 
 
 _SET_UP = _set_up_around(

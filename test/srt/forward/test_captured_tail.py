@@ -403,17 +403,9 @@ def test_rows_that_are_captured(
 
 def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
     planned = list(vars(backends_of(engine).tail_backend).values())
-<<<<<<< ours
-    declared = [*static_tensors(engine), *tensors_in([vars(tail._inputs)])]
-    rows_at = tail._inputs.rows.data_ptr()
-    without_rows = [tensor for tensor in declared if tensor.data_ptr() != rows_at]
-=======
     declared = [*static_tensors(engine), *tensors_in([vars(tail.inputs[-1])])]
-    without_rows = []
-    for t in declared:
-        if t.data_ptr() != tail.inputs[-1].rows.data_ptr():
-            without_rows.append(t)
->>>>>>> theirs
+    rows_at = tail.inputs[-1].rows.data_ptr()
+    without_rows = [tensor for tensor in declared if tensor.data_ptr() != rows_at]
     for rows, graph in tail.captured.graphs.items():
         assert len(graph) > 20 * (LAYERS - FIRST_CUT)
         assert graph.undeclared(declared, planned) == [], rows

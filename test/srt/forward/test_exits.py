@@ -371,7 +371,8 @@ def test_graphs_that_are_captured_again(engine: Engine) -> None:
     outputs = [output for _, output in compat.captured_prefills.list_graphs(prefills).values()]
     for output in outputs:
         output.fill_(torch.nan)
-    new = SimpleNamespace(can_run_graph=None, execute=None, backend=copy.copy(prefills.backend))
+    new = mock.Mock(spec=compat.server.PrefillCudaGraphRunner)
+    new.backend = copy.copy(prefills.backend)
     with mock.patch.object(runner, "prefill_cuda_graph_runner", new):
         exit_setup.add_closed_exits(runner, state_of(engine))
         assert not exits_of(engine).are_open
@@ -435,7 +436,8 @@ def test_the_repair_lasts_while_sglang_captures(
 
 def test_graphs_that_get_no_exits_are_not_used(engine: Engine) -> None:
     """Without an exit nothing keeps media out of a graph."""
-    captured = SimpleNamespace(model=engine.runner.model, prefill_cuda_graph_runner=object())
+    prefills = mock.Mock(spec=compat.server.PrefillCudaGraphRunner)
+    captured = SimpleNamespace(model=engine.runner.model, prefill_cuda_graph_runner=prefills)
     with (
         mock.patch.object(exit_setup, "add_exits", side_effect=InjectedError),
         pytest.raises(InjectedError),

@@ -68,6 +68,7 @@ PHASES = {
     "Auditor.__call__": "audit",
     "plan_batch": "planning",
     "PerLayerInputs.project": "layers before the cut",
+    "compute_keys_and_values": "K and V",
     "write_donor_keys_and_values": "K and V",
     "EagerTail.run": "tail",
     "Replay.run": "replay",

@@ -18,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from harness.batches import batch_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.checking.synthetic_requests import Request, make_prefill_batch
 
 #: Fields that may differ in any batch, and why.
@@ -124,7 +125,8 @@ def test_what_every_batch_of_a_server_captures(
 ) -> None:
     """All batches of a server that may return hidden states have the same mode."""
     of_server = "get_server_return_hidden_states_mode"
-    monkeypatch.setattr(forward_batch_info, of_server, lambda: mode)
+    for module in (forward_batch_info, compat.batch):
+        monkeypatch.setattr(module, of_server, lambda: mode)
     prompts, _ = KINDS["one request"]
     theirs = of_sglang(engine, prompts)
     assert theirs.capture_hidden_mode is mode

@@ -284,6 +284,7 @@ def test_a_rank_that_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         everyone[:] = [mine, "captured: None"]
 
     group = SimpleNamespace(ranks=[0, 1], cpu_group=None)
+    monkeypatch.setattr(compat.server, "is_single_rank", lambda: False)
     monkeypatch.setattr(compat.server, "get_tensor_parallel_group", lambda: group)
     monkeypatch.setattr(distributed, "all_gather_object", gather)
     reason = ranks.find_difference("captured: less than 1024 MiB")

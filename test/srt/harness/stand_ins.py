@@ -98,7 +98,7 @@ def model(*, shared: int = 20, captured: Sequence[int] = ()) -> SimpleNamespace:
         captured: the layers whose inputs are captured.
     """
     config = SimpleNamespace(num_hidden_layers=35, num_kv_shared_layers=shared)
-    return SimpleNamespace(config=config, layers_to_capture=[*captured])
+    return SimpleNamespace(config=config, layers=[], layers_to_capture=[*captured])
 
 
 def state_of(served: Any) -> ModelState:
@@ -108,7 +108,15 @@ def state_of(served: Any) -> ModelState:
 
 def reason_of(served: Any, forward_batch: Any) -> Refusal | None:
     """Return why a batch of this model is ineligible, or None."""
-    return eligibility.find_ineligible_reason(state_of(served), forward_batch)
+    return refusal_of(state_of(served), forward_batch)
+
+
+def refusal_of(state: ModelState, forward_batch: Any) -> Refusal | None:
+    """Return why a batch is ineligible in this state of its model, or None."""
+    found = eligibility.check_eligibility(state, forward_batch)
+    if isinstance(found, Refusal):
+        return found
+    return None
 
 
 class Doubled(UnquantizedLinearMethod):

@@ -33,7 +33,7 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness.fixtures import Change
-from harness.stand_ins import eligible_batch, model, reason_of, state_of
+from harness.stand_ins import eligible_batch, model, reason_of, refusal_of, state_of
 from sglang_gemma4_yoco.core import eligibility, kept_batch, planning, worth
 from sglang_gemma4_yoco.core.backend_pair import BackendPair
 from sglang_gemma4_yoco.core.interfaces import Eligible
@@ -224,7 +224,7 @@ def test_too_few_rows_to_skip(
     state.on_gpu = on_gpu
     if captured:
         state.captured = SimpleNamespace(bucket_for=bucket_for)
-    assert eligibility.find_ineligible_reason(state, eligible_batch(**changes)) == reason
+    assert refusal_of(state, eligible_batch(**changes)) == reason
 
 
 @pytest.mark.parametrize(
@@ -242,6 +242,7 @@ def test_an_eager_tail_pays_later_on_a_gpu(device: str, on_gpu: bool) -> None:
 class PlansNothing:
     """Attention backend without a plan, like that of the tests' platform."""
 
+    device = "cpu"
     forward_metadata = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

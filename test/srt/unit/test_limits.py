@@ -207,7 +207,7 @@ def test_what_a_newer_release_is_given_is_judged(newer: Callable[[str], None]) -
 
 
 def test_existing_and_missing_names() -> None:
-    for name in ("enable_lora", "SGLANG_LOG_MS", "DUMPER_ENABLE"):
+    for name in ("enable_lora", "SGLANG_LOG_MS"):
         assert compat.server.has_name(name)
         assert not compat.server.has_name(f"{name}_{'BY' if name.isupper() else 'by'}")
 
