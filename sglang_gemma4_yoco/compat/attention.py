@@ -53,8 +53,7 @@ def use_backend(backend: AttentionBackend) -> AbstractContextManager[None]:
     current = forward_context.ForwardContext(attn_backend=backend)
     if forward_context.has_forward_context():
         current = dataclasses.replace(forward_context.get_forward_context(), attn_backend=backend)
-    switched: AbstractContextManager[None] = forward_context.forward_context(current)
-    return switched
+    return forward_context.forward_context(current)
 
 
 def frees_tables_early(backend: AttentionBackend) -> bool:

@@ -184,8 +184,7 @@ def first_shared_layer(config: TextConfig) -> int | None:
 
 def find_state(model: TextModel) -> ModelState | None:
     """Return the state of ``model``, or None."""
-    state: ModelState | None = model.__dict__.get(STATE_ENTRY)
-    return state
+    return model.__dict__.get(STATE_ENTRY)
 
 
 def get_state(model: TextModel) -> ModelState:

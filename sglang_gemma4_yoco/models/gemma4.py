@@ -218,5 +218,4 @@ def run_tail(
 
 def get_key_scale(layer: Gemma4DecoderLayer) -> Tensor:
     """Return the weight of the keys' norm, [head_dim]."""
-    weight: Tensor = layer.self_attn.k_norm.weight
-    return weight
+    return layer.self_attn.k_norm.weight

@@ -83,8 +83,7 @@ def add_closed_exits(runner: ModelRunner, state: ModelState) -> None:
 def find_exits(runner: ModelRunner) -> Exits | None:
     """Return the exits of this runner's captured prefills, or None."""
     prefill_runner = compat.server.get_captured_prefills(runner)
-    exits: Exits | None = getattr(prefill_runner, EXITS_ENTRY, None)
-    return exits
+    return getattr(prefill_runner, EXITS_ENTRY, None)
 
 
 def open_exits(runner: ModelRunner, state: ModelState) -> None:
