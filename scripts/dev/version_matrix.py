@@ -45,7 +45,7 @@ VERSIONS = ("0.5.22", "0.5.23")
 FILE = RESULTS / "version_matrix.json"
 FORWARD = (
     *("any_backend", "bfloat16", "donor", "equivalence", "forward", "gemma3n", "other_models"),
-    *("published", "refused", "untested_release"),
+    *("pr27183", "refused", "untested_release"),
 )
 #: Below ``test/srt``.
 FILES = (
