@@ -110,19 +110,13 @@ def call_before_layers(
 def _call_after_steps(
     state: ModelState, on_step: Callable[[str, int, Tensor], None]
 ) -> Iterator[None]:
-    """Call ``on_step`` after each step of the tail in the ``with`` block.
+    """Call ``on_step`` with each step of the tail, its layer and its result, in the ``with`` block.
 
-    Args:
-        on_step: called with the step, its layer and its result [rows, ...], which it may overwrite.
+    It may overwrite the result, [rows, ...].
     """
 
     def attend(
-        number: int,
-        attention: Any,
-        stock: Method,
-        q: Tensor,
-        *args: object,
-        **kwargs: object,
+        number: int, attention: Any, stock: Method, q: Tensor, *args: object, **kwargs: object
     ) -> Tensor:
         heads = len(q), attention.tp_q_head_num, -1
         on_step(_QUERIES, number, q.view(heads))

@@ -6,7 +6,7 @@ has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from sglang_gemma4_yoco.compat import layers, server
 from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.server import PrefillCudaGraphRunner
-from sglang_gemma4_yoco.compat.text_model import Method, ModelOutput, RadixAttention, TextModel
+from sglang_gemma4_yoco.compat.text_model import ModelOutput, RadixAttention, TextModel
 from sglang_gemma4_yoco.patched import patched
 
 #: A captured prefill.
@@ -70,7 +70,7 @@ def capture_with_exits(
         attention: the ``RadixAttention`` of layer S-1.
     """
     stock = model.forward
-    attend: Method = attention.forward
+    attend: Callable[..., Tensor] = attention.forward
 
     @functools.wraps(stock)  # SGLang reads its parameters
     def from_ids(
@@ -85,17 +85,11 @@ def capture_with_exits(
         return stock(None, positions, forward_batch, input_embeds, **kwargs)
 
     def noting(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        forward_batch: ForwardBatch,
-        *args: object,
-        **kwargs: object,
+        q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, *args: object, **kwargs: object
     ) -> Tensor:
         heads = (-1, attention.tp_k_head_num, attention.head_dim)
-        _note_exit_point(layers.get_residual(forward_batch), k.view(heads), v.view(heads))
-        attended: Tensor = attend(q, k, v, forward_batch, *args, **kwargs)
-        return attended
+        _note_exit_point(layers.get_residual(batch), k.view(heads), v.view(heads))
+        return attend(q, k, v, batch, *args, **kwargs)
 
     with (
         # In 0.5.22 a break then finds the donor, which has the same heads, window and scale.

@@ -106,14 +106,8 @@ def add_exits(model: TextModel, config: Any, prefills: PrefillCudaGraphRunner) -
 
     def replay(bucket: ShapeKey, static_batch: ForwardBatch, **kwargs: object) -> ModelOutput:
         state, (graph, output) = get_state(model), graphs[bucket]
-        forward = ExitForward(
-            state=state,
-            embed=embed,
-            graph=graph,
-            output=output,
-            static_batch=static_batch,
-            stock=partial(stock_replay, bucket, static_batch, **kwargs),
-        )
+        stock = partial(stock_replay, bucket, static_batch, **kwargs)
+        forward = ExitForward(state, embed, graph, output, static_batch, stock)
         assert exits.batch is not None, "``execute`` calls this"
         return serve_forward(state, exits.batch, forward)
 

@@ -48,33 +48,30 @@ def _yoco_truncate_to_last_tokens(
     """Cut a batch down to the kept rows.
 
     Args:
-        hidden_states: [T, hidden].
-        positions: [T].
+        hidden_states, positions: [T, hidden] and [T].
         per_layer_inputs: [T, ...] (of one layer or of all), or None.
         forward_batch: an eligible batch; on return its ``extend_*`` fields, mode, input ids and
             positions describe the kept rows, and the backend has their attention metadata.
 
     Returns:
         ``(hidden_states [B, hidden], positions [B], per_layer_inputs [B, ...], last_indices [B]
-        int64, restore_fn)`` with B kept rows: one per request, more for a request with input
-        logprobs. ``restore_fn()`` restores every field and the attention state; a second call is a
-        no-op. If this function raises, everything has been restored.
+        int64, restore_fn)`` with B kept rows. ``restore_fn()`` restores every field and the
+        attention state; a second call is a no-op. If this function raises, all has been restored.
     """
     if not isinstance(hidden_states, Tensor):  # some commits of #27183 have another order
         raise TypeError("expected hidden_states, positions, per_layer_inputs, forward_batch")
     main = compat.attention.get_current_backend()
     assert main is not None, "it is called in a forward"
     kept = eligibility.find_kept_rows(forward_batch)
-    decodes = not compat.release.is_newer_than_tested()
-    kept_batch = KeptBatch.of(forward_batch, kept, decodes=decodes)
+    as_decode = not compat.release.is_newer_than_tested()
+    kept_batch = KeptBatch.of(forward_batch, kept, decodes=as_decode)
     if per_layer_inputs is not None:
         per_layer_inputs = per_layer_inputs.index_select(0, kept_batch.index)
     rows = hidden_states.index_select(0, kept_batch.index)
     row_positions = positions.index_select(0, kept_batch.index)
     fields = {**kept_batch.fields, "positions": row_positions}
     with ExitStack() as stack:
-        # Making metadata again stalls the host and drops image masks that a model has written into
-        # it; the layers that need these have already run.
+        # It drops image masks that a model has written; the layers that need these have run.
         stack.callback(main.init_forward_metadata, forward_batch)
         stack.enter_context(rewrite_batch(forward_batch, fields))
         compat.attention.init_tail_metadata(main, forward_batch)

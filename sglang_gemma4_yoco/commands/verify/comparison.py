@@ -160,9 +160,8 @@ def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool
     If ``exact``, all tokens must be equal, and log-probabilities within ``EXACT_LOGPROB``.
     Otherwise the mean difference of fast from stock may be three times stock's mean difference from
     itself, plus stock's largest one over half the number of answers, plus 0.05. Where a head
-    attends to few keys, rounding usually changes nothing, and sometimes a lot: hence the part of
-    the largest one. Tokens are not compared then: the last bit decides between two that are equally
-    likely.
+    attends to few keys, rounding usually changes nothing, and sometimes a lot: hence the largest
+    one. Tokens are not compared then: the last bit decides between two that are equally likely.
 
     Args:
         fast: fast against stock; most prompts were sent twice.

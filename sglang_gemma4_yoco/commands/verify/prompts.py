@@ -88,8 +88,7 @@ def make_prompts(
         questions = [encode(text) for text in texts]
     made = [Prompt(QUESTIONS, {"input_ids": ids}) for ids in questions]
     for number, ids in enumerate(questions[:4]):
-        # Every second prompt returns them from its middle on, the others from the first token on.
-        start = len(ids) // 2 * (number % 2)
+        start = len(ids) // 2 * (number % 2)  # every second one from its middle on
         made.append(Prompt(LOGPROBS, {"input_ids": ids, "logprob_start_len": start}))
     prefix = list(islice(cycle(encode("\n".join(texts))), PREFIX_TOKENS))
     for seed in (1, 2):  # sent one after the other, the second is a hit of the prefix cache
