@@ -38,11 +38,8 @@ def make_auditor(runner: ModelRunner, state: ModelState) -> Auditor | None:
     if settings.current.audit == 0:
         return None
     if compat.attention.frees_tables_early(runner.attn_backend):
-        log.log_once(
-            f"YOCO fast prefill is not audited: {TABLES}; "
-            f"{compat.server.BARRIER_VARIABLE}=1 prevents that",
-            logging.WARNING,
-        )
+        why = f"{TABLES}; {compat.server.BARRIER_VARIABLE}=1 prevents that"
+        log.log_once(f"YOCO fast prefill is not audited: {why}", logging.WARNING)
         return None
     return Auditor(state, Turns(settings.current.audit))
 

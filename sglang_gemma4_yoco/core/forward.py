@@ -101,6 +101,7 @@ def serve_forward(state: ModelState, forward_batch: ForwardBatch, forward: Forwa
             state.turn_off(GIVEN_UP)
         # The traceback keeps the first run's tensors alive, and the second run needs the memory.
         traceback.clear_frames(failure.__traceback__)
+        return forward.stock()
     return forward.stock()
 
 
