@@ -85,11 +85,11 @@ def capture_with_exits(
         return stock(None, positions, forward_batch, input_embeds, **kwargs)
 
     def noting(
-        q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, *args: object, **kwargs: object
+        q: Tensor, k: Tensor, v: Tensor, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
     ) -> Tensor:
         heads = (-1, attention.tp_k_head_num, attention.head_dim)
-        _note_exit_point(layers.get_residual(batch), k.view(heads), v.view(heads))
-        return attend(q, k, v, batch, *args, **kwargs)
+        _note_exit_point(layers.get_residual(forward_batch), k.view(heads), v.view(heads))
+        return attend(q, k, v, forward_batch, *args, **kwargs)
 
     with (
         # In 0.5.22 a break then finds the donor, which has the same heads, window and scale.
