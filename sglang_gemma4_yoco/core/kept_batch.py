@@ -125,8 +125,9 @@ class KeptBatch:
     index: torch.Tensor
     decodes: bool
     _batch: weakref.ref[ForwardBatch]
-    #: On the device ``lens``, ``prefix_lens`` and ``start_loc``, each padded to a multiple of 4.
-    _lists: torch.Tensor
+    #: On the device: the index, then ``lens``, ``prefix_lens`` and ``start_loc``, each padded to a
+    #: multiple of 4 numbers.
+    _packed: torch.Tensor
 
     @property
     def batch(self) -> ForwardBatch:
@@ -159,7 +160,7 @@ class KeptBatch:
             index=packed[: kept.count],
             decodes=decodes and kept.one_per_request,
             _batch=weakref.ref(forward_batch),
-            _lists=packed[kept.count :],
+            _packed=packed,
         )
 
     @cached_property
@@ -170,7 +171,7 @@ class KeptBatch:
         """
         kept, index, batch = self.kept, self.index, self.batch
         assert batch.extend_seq_lens is not None, "it is an extend batch"
-        lists = self._lists.to(batch.extend_seq_lens.dtype).view(3, -1)
+        lists = self._packed[kept.count :].to(batch.extend_seq_lens.dtype).view(3, -1)
         lens, prefix_lens, start_loc = lists[:, : len(kept.lens)]
         fields: dict[str, object] = {
             "extend_seq_lens_cpu": kept.lens,
