@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.compat.text_model import Method, TextModel
 from sglang_gemma4_yoco.core.state import first_shared_layer
@@ -13,7 +12,6 @@ from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup import backends_built, graphs_captured
 from sglang_gemma4_yoco.startup.guard import Wrap, guarded
 
-_Runner = compat.server.ModelRunner
 _FAILED = "YOCO fast prefill: its setup failed"
 
 
@@ -72,10 +70,10 @@ WRAPPED: dict[tuple[type, str], Wrap] = {
     # Builds the tail's backend after the runner's, and observes each batch whose metadata exists.
     # Unnecessary once one backend can hold the metadata of two batches (docs/upstream.md,
     # change 3).
-    (_Runner, "init_attention_backends"): _set_up_around(after=backends_built.start_model),
+    (ModelRunner, "init_attention_backends"): _set_up_around(after=backends_built.start_model),
     # Captures the tail after SGLang's own graphs, and checks it before it serves; weight updates
     # and changes of role capture decode steps alone, by the second. Unnecessary once SGLang's
     # runner captures arbitrary functions of few rows, and has a plugin hook before serving.
-    (_Runner, "init_cuda_graphs"): _SET_UP,
-    (_Runner, "init_decode_cuda_graph"): _SET_UP,
+    (ModelRunner, "init_cuda_graphs"): _SET_UP,
+    (ModelRunner, "init_decode_cuda_graph"): _SET_UP,
 }
