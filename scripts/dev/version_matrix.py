@@ -44,15 +44,15 @@ from sglang_gemma4_yoco.settings import name_of
 VERSIONS = ("0.5.22", "0.5.23")
 FILE = RESULTS / "version_matrix.json"
 FORWARD = (
-    *("any_backend", "bfloat16", "donor", "equivalence", "forward", "gemma3n", "other_models"),
-    *("pr27183", "refused", "untested_release"),
+    *("any_backend", "bfloat16", "captured_tail", "donor", "equivalence", "forward", "gemma3n"),
+    *("other_models", "pr27183", "refused", "untested_release"),
 )
 #: Below ``test/srt``.
 FILES = (
     *("unit", "models"),
     *(f"forward/test_{name}.py" for name in FORWARD),
     *("triton/test_any_backend_triton.py", "triton/test_hard_batches.py"),
-    *("server/test_server.py", "server/test_oracle.py"),
+    *("server/test_server.py", "server/test_oracle.py", "server/test_captured_tail_server.py"),
 )
 _ABOUT = """
 import json, platform
