@@ -110,8 +110,12 @@ def _prefill_graphs(report: Report, adapter: Adapter) -> None:
     backend = compat.server.get_cuda_graph_backend("prefill")
     if backend is None or compat.release.is_newer_than_tested():
         return
-    is_cut = patch.installed and arguments.find_server_reason() is None
-    if is_cut and adapter.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
+    if (
+        patch.installed
+        and arguments.find_server_reason() is None
+        and adapter.LEAVES_CAPTURED_PREFILLS
+        and exit_setup.is_repaired()
+    ):
         report.add(
             "prefill graphs",
             f"backend {backend!r}: replayed prefills are cut too, if the checks at start pass",

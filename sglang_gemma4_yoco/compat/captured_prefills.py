@@ -92,7 +92,7 @@ def capture_with_exits(
         return attend(q, k, v, forward_batch, *args, **kwargs)
 
     with (
-        # In 0.5.22 a break then finds the donor, which has the same heads, window and scale.
+        # Nothing looks a layer up in these lists: a break is a method of its layer.
         patched(cuda_graph_setup, index_attention_layers_by_global_id=lambda *both: both[:2]),
         patched(model, forward=from_ids),
         patched(attention, forward=noting),

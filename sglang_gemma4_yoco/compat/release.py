@@ -4,7 +4,8 @@ from importlib.metadata import version
 
 from packaging.version import Version
 
-FIRST_TESTED, LAST_TESTED = Version("0.5.22"), Version("0.5.23")
+#: Captured prefills were tested from ``FIRST_WITH_EXITS`` on. Unnecessary without 0.5.22.
+FIRST_TESTED, FIRST_WITH_EXITS, LAST_TESTED = map(Version, ("0.5.22", "0.5.23", "0.5.23"))
 #: The installed version, read once from a file.
 INSTALLED = version("sglang")
 
@@ -31,3 +32,8 @@ _RELEASE = find_release(INSTALLED)
 def is_newer_than_tested() -> bool:
     """Return True if the installed SGLang belongs to a release after the last tested one."""
     return _RELEASE > LAST_TESTED
+
+
+def has_exits() -> bool:
+    """Return True if captured prefills of the installed release may be repaired, and have exits."""
+    return FIRST_WITH_EXITS <= _RELEASE <= LAST_TESTED

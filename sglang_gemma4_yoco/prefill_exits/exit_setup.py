@@ -30,11 +30,11 @@ NOT_TAKEN = "the check's prefill did not leave at an exit"
 def is_repaired() -> bool:
     """Return True if SGLang's capture of prefills is fixed with these flags and settings.
 
-    The operator must have requested these graphs. A newer SGLang may not need the fix.
+    The operator must have requested these graphs.
     """
     return (
         settings.current.prefill_graphs
-        and not compat.release.is_newer_than_tested()
+        and compat.release.has_exits()
         and compat.captured_prefills.are_requested()
     )
 
@@ -53,6 +53,13 @@ def repair_capture(runner: ModelRunner, state: ModelState) -> AbstractContextMan
     Unnecessary once SGLang has both changes of ``compat.captured_prefills``; the exits still are.
     """
     if not _is_repaired_for(state):
+        if compat.captured_prefills.are_requested() and not compat.release.has_exits():
+            log.log_once(
+                f"YOCO fast prefill: prefill CUDA graphs need SGLang {compat.release.LAST_TESTED}, "
+                "and this one may not start with them: leave --cuda-graph-backend-prefill out, or "
+                "set it to disabled",
+                logging.WARNING,
+            )
         return nullcontext()
     log.log_once(
         "YOCO fast prefill: SGLang's capture of prefill CUDA graphs is fixed for this model "

@@ -333,13 +333,11 @@ def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> Non
 
 
 def test_a_tail_that_is_not_captured(engine: Engine) -> None:
-    """Chunks still exit, if they are marked; SGLang 0.5.22 does not mark them."""
+    """Chunks still exit."""
     lifecycle.drop_tail(state_of(engine), "no rows")
     with found_by_exits() as compared:
         assert reopened(engine) == ""
     assert [call.args[1].runner for call in compared.call_args_list] == [None]
-    with patched(compat.batch, MARKS_CHUNKS=False):
-        assert exit_setup.NOT_TAKEN in reopened(engine)
 
 
 # ---------------------------------------------------------------- audited

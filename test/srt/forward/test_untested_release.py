@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,6 +21,7 @@ from harness.checking import result_of_check
 from harness.decode_graphs import recorded_decode_steps
 from harness.fixtures import Change, Said
 from harness.forwards import ENGINE, assert_fast, assert_stock, outcomes, state_of
+from harness.prefill_exits import RECORDED
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.admission import arguments
@@ -35,7 +36,7 @@ PROMPTS = batch_of((0, 40), (90, 5), (0, 3))
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Any) -> Engine:
+def engine(tiny_checkpoint: Path) -> Engine:
     """Return the engine of other tests, whose graphs may be captured."""
     return Engine(tiny_checkpoint, **ENGINE, cuda_graph_bs_decode=[MOST])
 
@@ -87,3 +88,14 @@ def test_without_the_check_it_is_stock(engine: Engine, untested: Change) -> None
     needs = "SGLANG_GEMMA4_YOCO_UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF_CHECK=1"
     assert reason.text.endswith(needs)
     assert_stock(engine, reason, PROMPTS)
+
+
+def test_the_remedy_is_named_before_sglang_fails_to_start(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    """On 0.5.22 captured prefills are not repaired, and SGLang rejects them, as every release."""
+    monkeypatch.setattr(compat.release, "_RELEASE", Version("0.5.22"))
+    with pytest.raises(ValueError, match="invalid or duplicate attention layer_id"):
+        Engine(tiny_checkpoint, **ENGINE, **RECORDED)
+    [warning] = said(logging.WARNING)
+    assert warning.endswith("leave --cuda-graph-backend-prefill out, or set it to disabled")

@@ -173,14 +173,16 @@ CUT_TOO = "replayed prefills are cut too, if the checks at start pass"
         ({"installed": False}, False),
         ({"setting": False}, False),
         ({"kind": gemma3n_model}, False),
+        ({"has_exits": False}, False),
     ],
-    ids=["by name", "not by name", "no plugin", "switched off", "Gemma 3n"],
+    ids=["by name", "not by name", "no plugin", "switched off", "Gemma 3n", "an older release"],
 )
 def test_prefill_graphs(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_repaired: bool
 ) -> None:
     """As at start: the operator must name the backend, and the plugin and its setting be on."""
     named = given.get("named", "breakable")
+    monkeypatch.setattr(compat.release, "has_exits", lambda: given.get("has_exits", True))
     monkeypatch.setattr(patch, "installed", given.get("installed", True))
     report = Report()
     switch = settings.changed(prefill_graphs=given.get("setting", True))

@@ -17,7 +17,7 @@ from sglang_gemma4_yoco import compat, metrics, settings
 from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.commands.main import main
 
-LAST = f'LAST_TESTED = Version("{compat.release.FIRST_TESTED}"), Version("'
+LAST = f'"{compat.release.FIRST_WITH_EXITS}", "'
 UNTESTED = settings.name_of("untested")
 
 

@@ -73,6 +73,7 @@ def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
 @pytest.mark.parametrize(
     ("installed", "is_newer"),
     [
+        ("0.5.22.post1", False),
         ("0.5.23", False),
         ("0.5.23+cu129", False),
         ("0.5.23.post1", False),
@@ -88,10 +89,14 @@ def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
 def test_what_is_newer_than_the_last_tested_release(
     monkeypatch: pytest.MonkeyPatch, installed: str, is_newer: bool
 ) -> None:
-    """On these the tail runs in extend mode, on all others in decode mode."""
+    """On these the tail runs in extend mode, on all others in decode mode.
+
+    Captured prefills are left at exits on 0.5.23, neither before nor after it.
+    """
     monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.23"))
     monkeypatch.setattr(compat.release, "_RELEASE", compat.release.find_release(installed))
     assert compat.release.is_newer_than_tested() == is_newer
+    assert compat.release.has_exits() == (not is_newer and "0.5.23" in installed)
     assert BackendPair(object(), Planning(511)).decodes != is_newer
 
 
