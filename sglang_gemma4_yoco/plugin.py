@@ -51,7 +51,7 @@ def _may_run_a_model() -> bool:
 def _install() -> None:
     check_version()
     try:  # imported here, so that SGLANG_GEMMA4_YOCO=0 imports no SGLang
-        from sglang_gemma4_yoco.startup import patch
+        from sglang_gemma4_yoco.startup import arguments_resolved, patch
     except ImportError as missing:
         if is_from_this_package(missing):
             raise
@@ -60,6 +60,7 @@ def _install() -> None:
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         ) from missing
     patch.patch_sglang()
+    arguments_resolved.register_hook()
     logger.info("YOCO fast prefill %s is installed", __version__)
 
 

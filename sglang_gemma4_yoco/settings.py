@@ -73,11 +73,12 @@ class Settings:
         _FLAG,
         "1 to turn the fast path off when an audit finds a defect, 0 to log the defect only",
     )
-    prefill_graphs: bool = _setting(
-        True,
+    prefill_graphs: bool | None = _setting(
+        None,
         _FLAG,
-        "1 to cut prefills that SGLang replays from CUDA graphs too, and to fix their capture if "
-        "--cuda-graph-backend-prefill requests it; 0 to leave both to SGLang",
+        "1 to turn SGLang's prefill CUDA graphs on for Gemma 4 E2B and E4B on CUDA, fix their "
+        "capture, and cut the prefills that are replayed; 0 to leave all three to SGLang; unset: "
+        "graphs that a flag turns on are fixed and cut",
     )
     untested: bool = _setting(
         False,

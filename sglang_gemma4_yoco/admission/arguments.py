@@ -25,6 +25,7 @@ UNTESTED_RELEASE = "untested_release"
 RUNS_UNTESTED = "its new arguments are not checked; the tail runs eagerly, as an extend batch"
 # Embedding mode crashes SGLang's own server for these models; its error should be the last line.
 EMBEDDINGS = ServerRefusal("embeddings", is_logged=False)
+DRAFTS = ServerRefusal(SPECULATIVE.text)
 DUMPER = ServerRefusal(
     "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
 )
@@ -201,7 +202,7 @@ def _check_speculation() -> ServerRefusal | None:
     if not algorithm:
         return None
     if algorithm not in LAST_ROW_DRAFTS:
-        return ServerRefusal(SPECULATIVE.text)
+        return DRAFTS
     if any(map(read_argument, _HIDDEN_STATE_ARGUMENTS)):
         return ServerRefusal(f"{HIDDEN_STATES}, with speculative decoding")
     if read_argument("disaggregation_mode") not in (None, "null"):  # not tested

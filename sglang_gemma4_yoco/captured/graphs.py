@@ -246,7 +246,7 @@ class TailGraphs:
                     self.buckets[size] = Bucket(self, size)
         except BaseException:
             device = self.inputs[-1].rows.device
-            compat.decode_graphs.end_failed_capture(device, self.captured)
+            compat.decode_graphs.end_failed_capture(device, self.captured._pool)
             raise
         finally:
             self.backend.forward_metadata = ABSENT

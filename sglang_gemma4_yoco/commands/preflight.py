@@ -5,13 +5,14 @@ Flags are checked by the code that checks them in a server.
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 
+import torch
 from sglang.srt import runtime_context, server_args
 from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.configs.model_config import ModelConfig
 
-from sglang_gemma4_yoco import compat, metrics
+from sglang_gemma4_yoco import compat, metrics, settings
 from sglang_gemma4_yoco.admission import arguments, third_party
 from sglang_gemma4_yoco.commands.console import CommandError, Report, check_directory
 from sglang_gemma4_yoco.commands.redact import show_flags
@@ -20,7 +21,7 @@ from sglang_gemma4_yoco.core.model import Adapter
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.prefill_exits import exit_setup
-from sglang_gemma4_yoco.startup import patch
+from sglang_gemma4_yoco.startup import arguments_resolved, patch
 
 # Arguments with which linear layers may be of another kind than the checkpoint's.
 _QUANTISING = ("modelopt_quant", "quantize_and_serve", "rl_quant_profile")
@@ -94,32 +95,35 @@ def _server(
 ) -> None:
     """Resolve the arguments as a server's scheduler does, and check them; start nothing."""
     ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
-    with _explain("SGLang does not resolve these flags on this machine"):
-        args.resolve_once()
-        args.check_server_args()
-        runtime_context.publish(args, role="scheduler", ranks=ranks)
+    platform: AbstractContextManager[None] = nullcontext()
+    if not torch.accelerator.is_available():
+        platform = compat.resolution.as_on_cuda()
     argument = compat.server.read_argument
-    _prefill_graphs(report, adapter)
+    with platform:
+        with _explain("SGLang does not resolve these flags on this machine"):
+            args.resolve_once()
+            args.check_server_args()
+            runtime_context.publish(args, role="scheduler", ranks=ranks)
+        _prefill_graphs(report, adapter)
     _judge(report, adapter, argument)
     if patch.installed and argument("model_impl") != "transformers":
         _judge_classes(report, config.hf_config.architectures)
 
 
 def _prefill_graphs(report: Report, adapter: Adapter) -> None:
-    """Refuse flags for prefill graphs with which SGLang would not start."""
+    """Report prefill graphs; refuse flags for them with which SGLang would not start."""
     backend = compat.server.get_cuda_graph_backend("prefill")
+    if backend is None and settings.current.prefill_graphs:
+        reason = arguments_resolved.find_reason() or arguments_resolved.NOT_CHOSEN
+        report.add("prefill graphs", f"off: {reason}")
     if backend is None or compat.release.is_newer_than_tested():
         return
-    if (
-        patch.installed
-        and arguments.find_server_reason() is None
-        and adapter.LEAVES_CAPTURED_PREFILLS
-        and exit_setup.is_repaired()
-    ):
-        report.add(
-            "prefill graphs",
-            f"backend {backend!r}: replayed prefills are cut too, if the checks at start pass",
-        )
+    is_cut = patch.installed and arguments.find_server_reason() is None
+    if is_cut and adapter.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
+        found = f"backend {backend!r}: replayed prefills are cut too, if the checks at start pass"
+        if not torch.accelerator.is_available():
+            found += " (resolved as on CUDA: this machine has no GPU)"
+        report.add("prefill graphs", found)
         return
     report.refuse(
         "SGLang does not start with prefill CUDA graphs of this model "

@@ -13,6 +13,7 @@ from sglang_gemma4_yoco.compat import layers as layers
 from sglang_gemma4_yoco.compat import names as names
 from sglang_gemma4_yoco.compat import pools as pools
 from sglang_gemma4_yoco.compat import release as release
+from sglang_gemma4_yoco.compat import resolution as resolution
 from sglang_gemma4_yoco.compat import server as server
 from sglang_gemma4_yoco.compat import text_model as text_model
 from sglang_gemma4_yoco.compat.batch import ForwardBatch as ForwardBatch

@@ -6,10 +6,13 @@ has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server
 """
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 from sglang.srt.model_executor.runner.shape_key import ShapeKey as ShapeKey
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph import (  # noqa: E501
@@ -17,20 +20,25 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
     _current_capture_var,
     _weak_ref_if_tensor,
 )
-from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope
+from sglang.srt.model_executor.runner_utils.pool import (
+    get_global_graph_memory_pool,
+    graph_pool_replay_scope,
+    set_global_graph_memory_pool,
+)
+from sglang.srt.platforms import current_platform
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from sglang_gemma4_yoco.compat import layers, server
+from sglang_gemma4_yoco.compat import decode_graphs, layers, server
 from sglang_gemma4_yoco.compat.batch import ForwardBatch
-from sglang_gemma4_yoco.compat.server import PrefillCudaGraphRunner
+from sglang_gemma4_yoco.compat.server import ModelRunner, PrefillCudaGraphRunner
 from sglang_gemma4_yoco.compat.text_model import ModelOutput, RadixAttention, TextModel
 from sglang_gemma4_yoco.patched import patched
 
 #: A captured prefill.
 PrefillGraph = BreakableCUDAGraph
 #: SGLang's CUDA graph backend that captures segments, with eager attention between them.
-BREAKABLE = "breakable"
+BREAKABLE = Backend.BREAKABLE
 #: The reason why capturing prefills of a model with shared layers fails.
 SHARED_LAYER_IDS = "it rejects layers that share K and V"
 # The attributes of a multimodal config with the placeholder ids of media.
@@ -50,12 +58,6 @@ class ExitPoint(NamedTuple):
     rows: Tensor  # [bucket, hidden], the residual at the input of layer S-1
     keys: Tensor  # [bucket, kv_heads, head_dim], that layer's
     values: Tensor
-
-
-def are_requested() -> bool:
-    """Return True if the operator requested these graphs, rather than SGLang's defaults."""
-    named = getattr(server.find_server_args(), "cuda_graph_backend_prefill", None)
-    return named == BREAKABLE == server.get_cuda_graph_backend("prefill")
 
 
 @contextmanager
@@ -141,6 +143,39 @@ def replay_to_exit(graph: PrefillGraph) -> ExitPoint:
     with graph_pool_replay_scope():
         first.replay()
     return point
+
+
+def drop(runner: ModelRunner) -> None:
+    """Free a runner's captured prefills, if it has any, and keep SGLang from capturing others.
+
+    Nothing may run. SGLang changes the backend of decode steps in the same way.
+    """
+    config: Any = server.read_argument("cuda_graph_config")
+    config.prefill.backend = Backend.DISABLED
+    prefills = server.get_captured_prefills(runner)
+    if prefills is not None:
+        server.wait_for_device(runner.device)
+        prefills.backend.cleanup()
+        runner.prefill_cuda_graph_runner = runner.eager_runner
+    del prefills
+    gc.collect()
+    current_platform.empty_cache()
+
+
+def forget_failed_capture(runner: ModelRunner) -> None:
+    """Clean up after SGLang failed to capture this runner's graphs; none may be in use."""
+    shared_pool = get_global_graph_memory_pool()
+    if shared_pool is not None:
+        device = torch.device(runner.device, runner.gpu_id)
+        decode_graphs.end_failed_capture(device, shared_pool)
+    set_global_graph_memory_pool(None)
+
+
+def list_sizes(runner: ModelRunner) -> list[int]:
+    """Return the tokens of this runner's captured prefills, ascending."""
+    prefills = server.get_captured_prefills(runner)
+    assert prefills is not None, "they are captured"
+    return sorted(bucket.size for bucket in list_graphs(prefills))
 
 
 def list_graphs(

@@ -65,8 +65,8 @@ def find_memory_reason(device: torch.device) -> str | None:
     return f"less than {_RESERVE >> 20} MiB of GPU memory is free: lower --mem-fraction-static"
 
 
-def end_failed_capture(device: torch.device, backend: Any) -> None:
-    """Clean up after a capture that CUDA has aborted; ``device`` has an index.
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Clean up after a capture into ``pool`` that CUDA has aborted; ``device`` has an index.
 
     Up to torch 2.13 the random generator stays in capture mode, so the first sampled token would
     end the server, and the allocator keeps allocating in the graph's pool. SGLang pins torch 2.14
@@ -78,7 +78,7 @@ def end_failed_capture(device: torch.device, backend: Any) -> None:
     if device.type != "cuda":
         return
     with suppress(RuntimeError):  # already ended
-        torch._C._cuda_endAllocateToPool(device.index, backend._pool)
+        torch._C._cuda_endAllocateToPool(device.index, pool)
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
     torch.empty(1, device=device).uniform_()

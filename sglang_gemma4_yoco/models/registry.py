@@ -1,8 +1,12 @@
 """The registry of text models whose prefills can be cut, with their adapters."""
 
+from typing import Any
+
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.core.model import Adapter
+from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.models import gemma3n, gemma4
 
 #: The adapters, one per model.
@@ -43,3 +47,13 @@ def find_adapter_by_type(model_type: str) -> Adapter | None:
         if model_type in adapter.MODEL_TYPES:
             return adapter
     return None
+
+
+def list_served_models(runner: ModelRunner) -> list[TextModel]:
+    """Return the text models of a runner that have a KV-shared tail; none of a draft worker."""
+    if getattr(runner, "is_draft_worker", False):
+        return []
+    modules: Any = getattr(runner.model, "modules", list)  # on MLX it is not a PyTorch module
+    known: Any = tuple(list_text_models())
+    models = [model for model in modules() if isinstance(model, known)]
+    return [model for model in models if first_shared_layer(model.config) is not None]

@@ -14,11 +14,11 @@ from sglang_gemma4_yoco.checking import exit_check, rounding, self_check, synthe
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.compat.server import ModelRunner
-from sglang_gemma4_yoco.compat.text_model import ModelOutput
+from sglang_gemma4_yoco.compat.text_model import ModelOutput, TextModel
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.interfaces import Forward
 from sglang_gemma4_yoco.core.plan import Plan
-from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.state import ModelState, get_state
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.prefill_exits.graph_exits import OUTCOMES, Exits, add_exits
 
@@ -30,12 +30,12 @@ NOT_TAKEN = "the check's prefill did not leave at an exit"
 def is_repaired() -> bool:
     """Return True if SGLang's capture of prefills is fixed with these flags and settings.
 
-    The operator must have requested these graphs.
+    Whatever has turned these graphs on: SGLang cannot start with them. A newer one may need no fix.
     """
     return (
-        settings.current.prefill_graphs
+        settings.current.prefill_graphs is not False
         and compat.release.has_exits()
-        and compat.captured_prefills.are_requested()
+        and compat.server.get_cuda_graph_backend("prefill") == compat.captured_prefills.BREAKABLE
     )
 
 
@@ -53,18 +53,19 @@ def repair_capture(runner: ModelRunner, state: ModelState) -> AbstractContextMan
     Unnecessary once SGLang has both changes of ``compat.captured_prefills``; the exits still are.
     """
     if not _is_repaired_for(state):
-        if compat.captured_prefills.are_requested() and not compat.release.has_exits():
+        backend = compat.server.get_cuda_graph_backend("prefill")
+        if backend is not None and not compat.release.has_exits():
             log.log_once(
                 f"YOCO fast prefill: prefill CUDA graphs need SGLang {compat.release.LAST_TESTED}, "
-                "and this one may not start with them: leave --cuda-graph-backend-prefill out, or "
-                "set it to disabled",
+                "and this one may not start with them: --cuda-graph-backend-prefill=disabled "
+                "starts it",
                 logging.WARNING,
             )
         return nullcontext()
     log.log_once(
         "YOCO fast prefill: SGLang's capture of prefill CUDA graphs is fixed for this model "
-        f"({compat.captured_prefills.SHARED_LAYER_IDS}), because --cuda-graph-backend-prefill "
-        f"requests them; {settings.name_of('prefill_graphs')}=0 disables the fix"
+        f"({compat.captured_prefills.SHARED_LAYER_IDS}); {settings.name_of('prefill_graphs')}=0 "
+        "disables the fix"
     )
     donor = state.tail_layers[0].self_attn.attn
     return compat.captured_prefills.capture_with_exits(state.model, runner.model.config, donor)
@@ -93,6 +94,14 @@ def find_exits(runner: ModelRunner) -> Exits | None:
     return getattr(prefill_runner, EXITS_ENTRY, None)
 
 
+def find_uncut_reason(runner: ModelRunner, model: TextModel) -> object | None:
+    """Return why captured prefills are not cut; None if they are, or if none are captured yet."""
+    state, exits = get_state(model), find_exits(runner)
+    if compat.server.get_captured_prefills(runner) is None or (exits and exits.are_open):
+        return state.off_because
+    return state.off_because or "their exits are closed"
+
+
 def open_exits(runner: ModelRunner, state: ModelState) -> None:
     """Open the exits of captured prefills if they agree with stock, before the server serves."""
     exits = find_exits(runner)
@@ -108,10 +117,14 @@ def open_exits(runner: ModelRunner, state: ModelState) -> None:
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
     exits.are_open = checked.agrees and differ is None
     if exits.are_open:
-        fact, level = f"open after {state.cut_layer + 1} segments", logging.INFO
+        sizes = compat.captured_prefills.list_sizes(runner)
+        fact = f"open after {state.cut_layer + 1} segments, in {len(sizes)} graphs of up to "
+        fact, level = f"{fact}{sizes[-1]} tokens", logging.INFO
     else:
         reason = differ or f"the check found {checked.worst}"
         remedy = "with --cuda-graph-backend-prefill=disabled prefills are cut"
+        if compat.resolution.turns_prefills_on():
+            remedy = "these graphs are dropped, and prefills are cut without them"
         fact, level = f"closed: {reason}; {remedy}", logging.ERROR
     state.report.exits = fact
     log.log_once(f"YOCO fast prefill: exits from captured prefills are {fact}", level)

@@ -3,13 +3,11 @@
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
 
 from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.compat.text_model import Method, TextModel
-from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.models import registry
-from sglang_gemma4_yoco.startup import backends_built, graphs_captured
+from sglang_gemma4_yoco.startup import backends_built, graphs_captured, prefills_captured
 from sglang_gemma4_yoco.startup.guard import Wrap, guarded
 
 _FAILED = "YOCO fast prefill: its setup failed"
@@ -36,7 +34,7 @@ def _set_up_around(
             models: list[TextModel] = []
             with ExitStack() as contexts:
                 with guarded(_FAILED, models):
-                    models += _find_text_models(self)
+                    models += registry.list_served_models(self)
                     for model in models:
                         contexts.enter_context(during(self, model))
                 result = stock(self, *args, **kwargs)
@@ -48,16 +46,6 @@ def _set_up_around(
         return method
 
     return wrap
-
-
-def _find_text_models(runner: ModelRunner) -> list[TextModel]:
-    """Return the text models of a runner that have a KV-shared tail; none of a draft worker."""
-    if getattr(runner, "is_draft_worker", False):
-        return []
-    modules: Any = getattr(runner.model, "modules", list)  # on MLX it is not a PyTorch module
-    known: Any = tuple(registry.list_text_models())
-    models = [model for model in modules() if isinstance(model, known)]
-    return [model for model in models if first_shared_layer(model.config) is not None]
 
 
 _SET_UP = _set_up_around(
@@ -74,6 +62,8 @@ WRAPPED: dict[tuple[type, str], Wrap] = {
     # Captures the tail after SGLang's own graphs, and checks it before it serves; weight updates
     # and changes of role capture decode steps alone, by the second. Unnecessary once SGLang's
     # runner captures arbitrary functions of few rows, and has a plugin hook before serving.
-    (ModelRunner, "init_cuda_graphs"): _SET_UP,
+    # Keeps prefill graphs that the setting has turned on only if their prefills are cut.
+    # Unnecessary once SGLang captures prefills of these models by default.
+    (ModelRunner, "init_cuda_graphs"): lambda stock: prefills_captured.keep_if_cut(_SET_UP(stock)),
     (ModelRunner, "init_decode_cuda_graph"): _SET_UP,
 }

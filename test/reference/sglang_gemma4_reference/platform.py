@@ -52,11 +52,21 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     Graphs are captured and replayed by ``graph_backend``; with ``GEMMA4_CPU_GRAPHS=decode`` SGLang
     does so with its own decode steps. With ``decode,prefill`` it also does so with prefills if
-    ``--cuda-graph-backend-prefill=breakable`` is given: ``prefill_graphs``.
+    its arguments resolve to the backend ``breakable``, which is the default then, as on CUDA:
+    ``prefill_graphs``.
     """
 
     _enum = PlatformEnum.OOT
     device_name = "gemma4_cpu"
+
+    def __init__(self) -> None:
+        from sglang.srt.model_executor import cuda_graph_config
+
+        super().__init__()
+        stock = cuda_graph_config.default_prefill_backend
+        cuda_graph_config.default_prefill_backend = lambda: (
+            "breakable" if captures("prefill") else stock()
+        )
 
     @property
     def capabilities(self) -> Any:

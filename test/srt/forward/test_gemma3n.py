@@ -180,7 +180,7 @@ def test_flashinfer() -> None:
 def test_no_exit_is_noted_in_captured_prefills(engine: Engine) -> None:
     """Exits of these models are untested: their captured prefills run to their end."""
     with (
-        prefill_graphs(Backend.BREAKABLE, "breakable"),
+        prefill_graphs(Backend.BREAKABLE),
         graphs_captured.prepare_capture(engine.runner, engine.text_model),
     ):
         assert "forward" not in vars(engine.text_model.layers[CUT])

@@ -98,4 +98,4 @@ def test_the_remedy_is_named_before_sglang_fails_to_start(
     with pytest.raises(ValueError, match="invalid or duplicate attention layer_id"):
         Engine(tiny_checkpoint, **ENGINE, **RECORDED)
     [warning] = said(logging.WARNING)
-    assert warning.endswith("leave --cuda-graph-backend-prefill out, or set it to disabled")
+    assert warning.endswith("--cuda-graph-backend-prefill=disabled starts it")

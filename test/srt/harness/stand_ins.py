@@ -52,15 +52,14 @@ def server_args(**arguments: Any) -> ServerArgs:
 
 
 @contextmanager
-def prefill_graphs(backend: str, named: str | None = None, **sizes: Any) -> Iterator[None]:
+def prefill_graphs(backend: str, **sizes: Any) -> Iterator[None]:
     """Give the server prefill graphs of this backend in the ``with`` block.
 
     Args:
-        named: the backend that the operator has named; None if SGLang has chosen.
         sizes: other fields of its ``PhaseConfig``.
     """
     config = CudaGraphConfig(prefill=PhaseConfig(backend=backend, **sizes))
-    arguments = SimpleNamespace(cuda_graph_config=config, cuda_graph_backend_prefill=named)
+    arguments = SimpleNamespace(cuda_graph_config=config)
     with mock.patch.object(compat.server, "get_server_args", return_value=arguments):
         yield
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 from rehearsal import device
@@ -23,8 +24,10 @@ from harness.forwards import state_of  # noqa: E402 - after the runtime and the 
 from rehearsal import breakages, engine, failures, operations, scheduler, serving  # noqa: E402
 from sglang_gemma4_reference.engine import Engine  # noqa: E402
 
+STARTS = {"a capture of prefills that fails": failures.failing_prefill_capture}
 OF_AN_ENGINE = {
     "breakages": breakages.break_each,
+    "device": failures.examine_device,
     "failures": failures.fail_in_each_way,
 }
 
@@ -36,7 +39,9 @@ def answer(question: str, folder: Path) -> Answer:
     with operations.computed(floats=False):
         if asked.get("loop"):
             return scheduler.find_races(folder, question)
-        served = Engine(**engine.write_checkpoint(folder, question))
+        arguments = engine.write_checkpoint(folder, question)
+        with STARTS.get(asked.get("start", ""), nullcontext)():
+            served = Engine(**arguments)
         state = state_of(served)
         found: Answer = {"refused": state.off_because, "facts": vars(state.report)}
         batches = asked.get("batches", serving.BATCHES)

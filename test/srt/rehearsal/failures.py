@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from rehearsal.serving import CAPTURED, EAGER
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import tail_graphs
+from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.patched import patched
@@ -56,14 +59,36 @@ def _fail_in_a_capture(engine: Engine, state: ModelState) -> Answer:
         _capture(engine, state)
     found: Answer = {
         "tail": state.report.tail_mode,
-        "still captures": torch.cuda.is_current_stream_capturing(),
-        "random numbers": list(torch.rand(1, device="cuda").shape),
         "eager": _serve(engine, EAGER),
-        "memory": _measure_memory(),
+        **examine_device(engine),
     }
     _capture(engine, state)
     found["captured again"] = _serve(engine)
     return found
+
+
+@contextmanager
+def failing_prefill_capture() -> Iterator[None]:
+    """Wait for the device in the second bucket of captured prefills: the capture fails."""
+    stock, captures = captured_prefills._note_exit_point, iter(range(1000))
+
+    def failing(*tensors: torch.Tensor) -> None:
+        stock(*tensors)
+        if torch.cuda.is_current_stream_capturing() and next(captures) == 1:
+            torch.cuda.synchronize()
+
+    with patched(captured_prefills, _note_exit_point=failing):
+        yield
+
+
+def examine_device(engine: Engine) -> Answer:
+    """Return what a failed capture could have left behind."""
+    return {
+        "prefills": type(engine.runner.prefill_cuda_graph_runner).__name__,
+        "still captures": torch.cuda.is_current_stream_capturing(),
+        "random numbers": list(torch.rand(1, device="cuda").shape),
+        "memory": _measure_memory(),
+    }
 
 
 def _run_out_of_memory(engine: Engine) -> list[Any]:

@@ -286,6 +286,20 @@ def test_a_failed_capture_leaves_a_working_device(ask: Ask) -> None:
 
 
 @RELEASE
+def test_a_failed_capture_of_prefills_leaves_a_working_server(ask: Ask) -> None:
+    """The second bucket's fails, when the device is synchronised: prefills are eager, and cut."""
+    answer = ask("capture_fails")
+    assert answer["refused"] is None
+    assert answer["facts"]["tail_mode"].startswith("captured")
+    assert answer["device"]["prefills"] == "EagerRunner"
+    assert not answer["device"]["still captures"]
+    assert answer["device"]["random numbers"] == [1]
+    for way, launches in ((STOCK, 0), (CAPTURED, 1)):
+        cost = answer["costs"]["40 tokens"][way]
+        assert (cost["failure"], cost["counts"].get("graph_launch", 0)) == (None, launches)
+
+
+@RELEASE
 def test_memory_that_runs_out_in_a_tail(ask: Ask) -> None:
     """At each of five gathers of rows, stock serves the batch, and the next one is cut again."""
     found = ask("failures")["failures"]

@@ -1,8 +1,9 @@
 """A real server that exits its captured prefills early, beside stock.
 
-The stock server captures no prefills. The rows of each forward show how far its graph ran
-(``row_trace``): a replayed layer computes as many as were captured, padding and all. And the
-server's own counters show by which path its forwards went.
+The setting turns them on, from the launcher's arguments to a served request. The stock server
+captures no prefills. The rows of each forward show how far its graph ran (``row_trace``): a
+replayed layer computes as many as were captured, padding and all. And the server's own counters
+show by which path its forwards went.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from harness.server import (
 from sglang_gemma4_reference import workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco import counters, metrics
+from sglang_gemma4_yoco import counters, metrics, settings
 from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
 
 BUCKETS = (32, 64, CHUNK)
-ARGUMENTS = (
-    *CAPTURED_ARGUMENTS,
-    *("--cuda-graph-backend-prefill", "breakable"),
-    *("--cuda-graph-bs-prefill", *map(str, BUCKETS)),
-)
-GRAPHS = {**CAPTURED_GRAPHS, "GEMMA4_CPU_GRAPHS": "decode,prefill"}
+ARGUMENTS = (*CAPTURED_ARGUMENTS, "--cuda-graph-bs-prefill", *map(str, BUCKETS))
+GRAPHS = {
+    **CAPTURED_GRAPHS,
+    "GEMMA4_CPU_GRAPHS": "decode,prefill",
+    settings.name_of("prefill_graphs"): "1",
+}
 
 A = TypeVar("A")
 
@@ -124,9 +125,10 @@ def test_what_it_says(both_servers: Pair) -> None:
     server, stock = both_servers
     ranks = server.resolved("tp_size")
     generate(server, tokens(50, seed=1))
-    where = f"open after {FIRST_CUT + 1} segments"
+    where = f"open after {FIRST_CUT + 1} segments, in {len(BUCKETS)} graphs of up to {CHUNK} tokens"
+    assert len(server.log_lines("graphs on for prefills of the sizes that the flags name")) == 1
     for words in (
-        "because --cuda-graph-backend-prefill requests them",
+        "SGLang's capture of prefill CUDA graphs is fixed for this model",
         f"exits from captured prefills are {where}",
         "YOCO fast prefill is active",
     ):

@@ -1,0 +1,80 @@
+"""SGLang's resolution of the server arguments, in the process that launches the server."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import declare_resolution, resolution_result
+from sglang.srt.arg_groups.overrides import model_config_of as model_config_of
+from sglang.srt.arg_groups.resolution_hooks import (
+    register_resolution_hook as register_resolution_hook,
+)
+from sglang.srt.configs.model_config import ModelConfig as ModelConfig
+from sglang.srt.model_executor import cuda_graph_config as cuda_graph_config
+from sglang.srt.server_args import ServerArgs as ServerArgs
+
+from sglang_gemma4_yoco.compat import server
+from sglang_gemma4_yoco.compat.captured_prefills import BREAKABLE
+from sglang_gemma4_yoco.patched import patched
+
+#: The step of the resolution that chooses the backends of CUDA graphs. A hook runs in its place in
+#: this process, from its registration on: SGLang cannot unregister it.
+STEP = "handle_cuda_graph_config"
+#: The argument whose declaration by this package says that the hook turns captured prefills on.
+GRAPHS = "cuda_graph_config"
+# The source of this package's declarations, which SGLang keeps with the arguments, also in the
+# processes that it starts.
+_SOURCE = "sglang_gemma4_yoco"
+_PREFILL = "prefill"
+
+
+def reading(args: ServerArgs) -> AbstractContextManager[None]:
+    """Let ``server.read_argument`` read these arguments in the ``with`` block."""
+    return patched(server, find_server_args=lambda: args)
+
+
+def as_on_cuda() -> AbstractContextManager[None]:
+    """Let SGLang choose the backend of captured prefills as on CUDA in the ``with`` block."""
+    return patched(cuda_graph_config, default_prefill_backend=lambda: BREAKABLE)
+
+
+def admit_multimodal(config: ModelConfig) -> AbstractContextManager[None]:
+    """Let SGLang capture prefills of this multimodal model by default in the ``with`` block.
+
+    Unnecessary once SGLang itself can capture prefills of this model.
+    """
+    return patched(config, is_multimodal_breakable_cuda_graph_supported=True)
+
+
+def note_hook(args: ServerArgs, **fields: Any) -> None:
+    """Note with the arguments that the hook has run; with ``GRAPHS``, that it turns prefills on."""
+    declare_resolution(args, _SOURCE, **fields)
+
+
+def list_notes(args: Any = None) -> list[dict[str, Any]]:
+    """Return the notes of the hook with these arguments, or those of this server; may be empty."""
+    declared = getattr(args or server.find_server_args(), "_resolved_overrides", ())
+    return [fields for source, fields in declared if source == _SOURCE]
+
+
+def turns_prefills_on(args: Any = None) -> bool:
+    """Return True if captured prefills are on, if they are, because of the hook and of no flag."""
+    named = getattr(args or server.find_server_args(), "_cuda_graph_config_locked", ())
+    return any(list_notes(args)) and (_PREFILL, "backend") not in named
+
+
+def bound_prefills(args: ServerArgs, largest: int) -> str | None:
+    """Limit captured prefills to ``largest`` tokens and to a chunk; keep sizes that flags name.
+
+    Returns:
+        The sizes, in words; None if captured prefills are off, or if a flag names their backend.
+    """
+    config = resolution_result(args, GRAPHS)
+    prefill, chunk = config.prefill, resolution_result(args, "chunked_prefill_size")
+    if prefill.backend != BREAKABLE or not turns_prefills_on(args):
+        return None
+    if prefill.max_bs is not None or prefill.bs is not None:
+        return "the sizes that the flags name"
+    if chunk is not None and chunk > 0:
+        largest = min(largest, chunk)
+    note_hook(args, **{GRAPHS: cuda_graph_config.with_phase(config, _PREFILL, max_bs=largest)})
+    return f"up to {largest} tokens"
