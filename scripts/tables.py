@@ -193,7 +193,7 @@ def list_ratios(lengths: Sequence[int], document: Document) -> Rows:
 
 
 def list_prefills(document: Document) -> Rows:
-    """Yield batches: times off and on, their ratio, its ceiling, and what ran."""
+    """Yield batches: times off and on, their ratio, its ceiling, tokens/s, and what ran."""
     for point in document["points"]:
         load, off, on = point["load"], format_times(point["off"]), format_times(point["on"])
         batch = f"{load['batch_size']} x {load['length']} tokens"
@@ -202,7 +202,9 @@ def list_prefills(document: Document) -> Rows:
         if load["read"]:
             batch += f", {load['read']:.0%} read"
         ratio = f"{point['ratio']:.2f} of {point['ceiling']:.2f}"
-        yield document["model"], batch, off, on, ratio, point["path"]
+        prefilled = load["batch_size"] * load["length"]
+        speed = format_pair(*(prefilled / point[way]["median"] for way in ("off", "on")))
+        yield document["model"], batch, off, on, ratio, speed, point["path"]
 
 
 def list_gates(document: Document) -> Rows:
@@ -218,17 +220,27 @@ def list_host(document: Document) -> Rows:
         for way, work in point["host"].items():
             share = work["operations"] / point["host"]["off"]["operations"]
             counts = [work[name] for name in ("replays", "triton_launches", "device_reads")]
-            yield batch, way, f"{work['operations']} ({share:.0%})", *counts
+            operations = f"{work['operations']} ({share:.0%})"
+            yield batch, name_way(way, point), operations, *counts
 
 
 def list_replayed(document: Document) -> Rows:
-    """Yield times of prefills that SGLang replays, and of eager ones."""
-    for point in document["points"]:
+    """Yield times of prefills that SGLang replays, and of eager ones, by length."""
+    for point in sorted(document["points"], key=lambda point: point["load"]["length"]):
+        length = point["load"]["length"]
         for way, seen in point["replayed"].items():
             if seen["times"]:  # on a GPU
-                eager = format_times(point[way.removesuffix(" replayed")])
-                replayed, length = format_times(seen["times"]), point["load"]["length"]
-                yield document["model"], length, way, seen["same_tokens"], eager, replayed
+                eager, replayed = point[way.removesuffix(" replayed")], seen["times"]
+                cells = [name_way(way, point), seen["same_tokens"], format_times(eager)]
+                speed = f"{length / replayed['median']:.0f}"
+                yield document["model"], length, *cells, format_times(replayed), speed
+
+
+def name_way(way: str, point: Document) -> str:
+    """Return a way; if SGLang replays it, with its counted outcome, since not all are cut."""
+    if way in point["replayed"]:
+        return f"{way}: {point['replayed'][way]['path']}"
+    return way
 
 
 def list_profiles(document: Document) -> Rows:

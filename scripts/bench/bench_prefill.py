@@ -11,14 +11,15 @@ and times the same batch three ways, interleaved in one run:
 For each batch it prints medians with 20th and 80th percentiles, the ratio off/on and the ceiling
 off/front-only; its document also has the overhead on forwards that run as stock, and
 counts of the host's work in a forward (``host_work``). It verifies that on and off give the same
-answer, and how many rows each layer computed; it reports nothing as "on" if the fast path was not
-active and gave no reason. E2B_HOST and E4B_HOST have the real models' layers, and are tiny
-otherwise.
+answer, and how many rows each layer computed. A batch for which the fast path was not active, and
+gave no reason, is listed in the document as ``not_active``, and the next one is measured. E2B_HOST
+and E4B_HOST have the real models' layers, and are tiny otherwise.
 
 With ``--graphs tail`` the tail is captured, as on a server with CUDA graphs. With ``--graphs
-prefills`` (or the flag alone) SGLang captures its prefills too, and there are two more ways:
-**off replayed** runs SGLang's captured prefill to its end, **on replayed** leaves it for the
-package's captured tail. They are timed on a GPU only. On a CPU a replay runs the captured
+prefills`` (or the flag alone) SGLang captures its prefills too, in its own buckets of rows, and
+there are two more ways: **off replayed** runs SGLang's captured prefill to its end, **on replayed**
+leaves it for the package's captured tail, unless the outcome beside it (``path``) says otherwise.
+They are timed on a GPU only, in turns with the others. On a CPU a replay runs the captured
 operations one by one, so only the host's other work is measured there.
 
 Output contract: a line for each batch on stdout; the last line is one JSON document. Exit status: 0
@@ -40,6 +41,7 @@ import sys
 import tempfile
 import time
 import timeit
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -241,14 +243,20 @@ def build_engine(
 
 
 def buckets(args: argparse.Namespace, device: str) -> list[int]:
-    """Return the rows of the batches whose prefills SGLang captures."""
+    """Return the rows of the prefills that SGLang captures: of its own buckets, those in use."""
+    from sglang.srt.arg_groups.cuda_graph_hook import generate_prefill_cuda_graph_batch_sizes
+
     from sglang_gemma4_reference import releases
 
     on_cpu = device == "cpu"
     if args.graphs != "prefills" or (on_cpu and not releases.records_prefills()):
         return []
     totals = {CHECKED, *(load.total for load in loads(args))}
-    return sorted(total for total in totals if total <= MOST_CAPTURED or not on_cpu)
+    own, found = generate_prefill_cuda_graph_batch_sizes(2 * max(totals)), set()
+    for total in totals:
+        if total <= MOST_CAPTURED or not on_cpu:
+            found.add(own[bisect_left(own, total)])
+    return sorted(found)
 
 
 def capturable(device: str) -> AbstractContextManager[object]:
@@ -406,13 +414,14 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
     return found
 
 
-def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[str, Replayed]:
-    """Return the results of the replayed ways; empty if SGLang has not captured these rows.
+def replayed(engine: Any, batch: Any, rows: int) -> dict[str, Replayed]:
+    """Return the results of the replayed ways; empty if SGLang has no bucket for these rows.
 
-    They are compared with ``stock``, the logits of the eager stock forward.
+    They are compared with the eager stock forward.
     """
-    if rows not in captured_rows(engine):
+    if rows > max(captured_rows(engine), default=0):
         return {}
+    _, stock = timed(engine, batch, "off")
     found = {}
     for way in REPLAYED:
         path, (_, logits) = with_outcome(partial(timed, engine, batch, way))
@@ -447,7 +456,7 @@ def measure_host(engine: Any, batch: Any, ways: Sequence[str]) -> dict[str, Coun
 
 
 def measure(engine: Any, load: Load, repeats: int) -> Point:
-    """Return the measurements of one batch, all three ways interleaved; compare the answers.
+    """Return the measurements of one batch, all ways interleaved; compare the answers.
 
     Raise ``NotActiveError`` if the fast path did not run and gave no reason, or if the logits are
     too alike to compare.
@@ -458,14 +467,15 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
     if load.total <= WARM_UP_ROWS or engine.runner.device == "cuda":
         for way in WAYS:
             timed(engine, batch, way)
-    seconds, logits = timed_in_turns(engine, batch, WAYS, repeats)
+    by_replay = replayed(engine, batch, load.total)
+    ways = [*WAYS]
+    if engine.runner.device == "cuda":
+        ways += by_replay
+    seconds, logits = timed_in_turns(engine, batch, ways, repeats)
     must_have_spread(logits["off"])
-    by_replay = replayed(engine, batch, load.total, logits["off"])
-    if by_replay and engine.runner.device == "cuda":
-        of_replays, _ = timed_in_turns(engine, batch, REPLAYED, repeats)
-        for way, found in by_replay.items():
-            by_replay[way] = replace(found, times=Times.of(of_replays[way]))
-    off, on, front = map(Times.of, seconds.values())
+    off, on, front, *of_replays = map(Times.of, seconds.values())
+    for way, times in zip(by_replay, of_replays, strict=False):  # none on a CPU
+        by_replay[way] = replace(by_replay[way], times=times)
     difference, same_tokens = agreement(logits["on"], logits["off"])
     return Point(
         load=load,
@@ -546,27 +556,25 @@ def describe(preset: str, engine: Any) -> dict[str, Any]:
 
 
 def show(point: Point) -> None:
-    """Print a line for people."""
-    ways = {"off": point.off, "on": point.on, "front only": point.front}
+    """Print a line for people, in which each way that may be cut has its counted outcome."""
+    ways = {"off": point.off, f"on ({point.path})": point.on, "front only": point.front}
     for way, seen in point.replayed.items():
         if seen.times is not None:
-            ways[way] = seen.times
+            ways[f"{way} ({seen.path})"] = seen.times
     times = ", ".join(f"{way} {times} s" for way, times in ways.items())
     say(
         f"{point.load.batch_size} x {point.load.length} tokens: {times}; "
-        f"off/on {point.ratio:.2f} of {point.ceiling:.2f} ({point.path})"
+        f"off/on {point.ratio:.2f} of {point.ceiling:.2f}"
     )
 
 
 def main() -> int:
-    """Measure, print, and return the exit status: 1 when an answer differs in float32."""
+    """Measure, print, and return the exit status."""
     args = parse_arguments()
     device = choose_device(args.device)
     if args.min_skipped_rows is not None:  # the package reads it when SGLang loads it
         os.environ[name_of("min_skipped_rows")] = str(args.min_skipped_rows)
-    import torch
-
-    points: list[Point] = []
+    status = 0
     rows = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
     graphs: dict[str, Any] = {"graphs": bool(args.graphs), "prefills": buckets(args, device)}
     with tempfile.TemporaryDirectory() as directory:
@@ -574,18 +582,23 @@ def main() -> int:
         if args.graphs:
             capture(engine)
         document = describe(args.preset, engine)  # before the result file changes the checkout
-        document |= {"points": [], "gate": measure_gate(engine)}
+        document |= {"points": [], "not_active": [], "gate": measure_gate(engine)}
         for load in loads(args):
-            points.append(measure(engine, load, args.repeats))
-            show(points[-1])
-            document["points"].append(asdict(points[-1]))
+            try:
+                point = measure(engine, load, args.repeats)
+            except NotActiveError as reason:
+                say(f"not measured: {load}: {reason}", sys.stderr)
+                document["not_active"].append({"load": asdict(load), "reason": str(reason)})
+                status = 1
+            else:
+                show(point)
+                document["points"].append(asdict(point))
+                if point.differs and document["dtype"] == "torch.float32":
+                    say(f"{load}: answers differ", sys.stderr)
+                    status = 1
             line = write_result(args.json, document)  # after each point, so that nothing is lost
     print(line)
-    wrong = [point.load for point in points if point.differs]
-    if wrong and next(engine.text_model.parameters()).dtype == torch.float32:
-        say(f"answers differ at {wrong}", sys.stderr)
-        return 1
-    return 0
+    return status
 
 
 if __name__ == "__main__":
