@@ -246,10 +246,10 @@ def name_way(way: str, point: Document) -> str:
 def list_profiles(document: Document) -> Rows:
     """Yield times of the host and the device in single forwards, off and on."""
     for point in document["points"]:
-        pairs = []
+        found, pairs = point.get("profile", point), []  # before, the script had a file of its own
         for name in ("host_ms", "whole_ms", "device_idle_ms", "kernels"):
-            pairs.append(format_pair(point["off"][name], point["on"][name], 1))
-        yield document["model"], point["length"], *pairs
+            pairs.append(format_pair(found["off"][name], found["on"][name], 1))
+        yield document["model"], point.get("load", point)["length"], *pairs
 
 
 def list_noted() -> Rows:

@@ -37,11 +37,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
 import timeit
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -142,6 +144,7 @@ class Point:
         host: counts of the host's work, by way; see ``host_work``.
         replayed: results of the ways in which SGLang replays the prefill; empty if it has captured
             none of this length.
+        profile: ``profile``, by way; empty unless requested.
     """
 
     load: Load
@@ -156,6 +159,7 @@ class Point:
     ceiling: float
     host: dict[str, Counts]
     replayed: dict[str, Replayed]
+    profile: dict[str, Any]
 
     @property
     def differs(self) -> bool:
@@ -182,6 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
     fewest = "cut a prefill that can skip this many rows, regardless of the rule"
     add("--min-skipped-rows", type=parse_positive, help=fewest)
+    add("--profile", nargs="*", default=[], choices=WAYS, help="ways to profile too")
     add("--repeats", type=parse_positive, default=7, help="timed forwards of each way")
     add("--graphs", nargs="?", const="prefills", choices=("tail", "prefills"), help="see above")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to run")
@@ -455,11 +460,68 @@ def measure_host(engine: Any, batch: Any, ways: Sequence[str]) -> dict[str, Coun
     return counts
 
 
-def measure(engine: Any, load: Load, repeats: int) -> Point:
+def profile(engine: Any, batch: Any, way: str) -> dict[str, Any]:
+    """Return the breakdown of one prefill's time.
+
+    Host time and end-to-end time are measured without the profiler, which slows the host down; the
+    device's times in one forward with it.
+    """
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    from sglang_gemma4_yoco.compat.server import wait_for_device
+
+    activities, device = [ProfilerActivity.CPU], engine.runner.device
+    if device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    host, whole = [], []
+    with served(engine, way):
+        for _ in range(6):
+            wait_for_device(device)
+            began = time.perf_counter()
+            engine.forward(batch)
+            host.append(time.perf_counter() - began)
+            wait_for_device(device)
+            whole.append(time.perf_counter() - began)
+        with profiler(activities=activities) as trace:
+            engine.forward(batch)
+            wait_for_device(device)
+    return {
+        "host_ms": statistics.median(host[1:]) * 1e3,  # the first one warms up
+        "whole_ms": statistics.median(whole[1:]) * 1e3,
+        **device_time(trace.events(), device),
+    }
+
+
+def device_time(events: Sequence[Any], device: str) -> dict[str, Any]:
+    """Return the device's busy and idle time in milliseconds, and its ten largest kernels.
+
+    It is idle when nothing is queued, so it waits for the host; kernels run on one stream. On a CPU
+    the innermost operations count as kernels.
+    """
+    totals, calls, ends = Counter[str](), Counter[str](), []
+    for event in events:
+        # A named range of the host also appears on the device's time line, but is no work.
+        is_work = not event.is_user_annotation and not event.cpu_children
+        if event.device_type.name == device.upper() and is_work:
+            span = event.time_range
+            totals[event.name] += span.end - span.start
+            calls[event.name] += 1
+            ends += [span.start, span.end]
+    busy = totals.total()
+    return {
+        "device_busy_ms": busy / 1e3,
+        "device_idle_ms": (max(ends) - min(ends) - busy) / 1e3,
+        "kernels": calls.total(),
+        "largest": [[name[:120], calls[name], us / 1e3] for name, us in totals.most_common(10)],
+    }
+
+
+def measure(engine: Any, load: Load, repeats: int, *profiled: str) -> Point:
     """Return the measurements of one batch, all ways interleaved; compare the answers.
 
     Raise ``NotActiveError`` if the fast path did not run and gave no reason, or if the logits are
-    too alike to compare.
+    too alike to compare. ``profiled`` ways are profiled too.
     """
     batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size), slots=None)
     path, rows = path_taken(engine, batch, load)
@@ -490,6 +552,7 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
         ceiling=off.median / front.median,
         host=measure_host(engine, batch, ("off", "on", *by_replay)),
         replayed=by_replay,
+        profile={way: profile(engine, batch, way) for way in profiled},
     )
 
 
@@ -585,7 +648,7 @@ def main() -> int:
         document |= {"points": [], "not_active": [], "gate": measure_gate(engine)}
         for load in loads(args):
             try:
-                point = measure(engine, load, args.repeats)
+                point = measure(engine, load, args.repeats, *args.profile)
             except NotActiveError as reason:
                 say(f"not measured: {load}: {reason}", sys.stderr)
                 document["not_active"].append({"load": asdict(load), "reason": str(reason)})
