@@ -278,6 +278,18 @@ def list_loads(document: Document) -> Rows:
         yield load, *cells
 
 
+def list_capacities(document: Document) -> Rows:
+    """Yield each way: unloaded TTFT, the highest rate within the limit, its ratio to stock's."""
+    found = defaultdict[str, Document](dict)
+    for point in document["points"]:
+        found[point["way"]] |= point  # of the bracket the last one remains
+    for way, last in found.items():
+        if within := last.get("within"):
+            ttft, ratio = last["unloaded"]["ttft_ms"]["95"], within / found["off"]["within"]
+            cells = [f"{ttft:.0f}", f"{within:.2f}", f"{last['above']:.2f}", f"{ratio:.2f}x"]
+            yield document["model"], way, *cells
+
+
 def list_random_traffic(document: Document) -> Rows:
     """Yield the results of the same random requests on a stock server and on a fast one."""
     stock, *others = document["passes"]
@@ -393,6 +405,7 @@ TABLES = (
     Table(SUMMARY, "random traffic", list_random_traffic, "random_workload_*.json"),
     Table(SUMMARY, "soak", list_soak, "soak_*.json"),
     Table(SUMMARY, "latency", list_loads, "latency_*.json"),
+    Table(SUMMARY, "capacity", list_capacities, "capacity_*.json"),
     Table(SUMMARY, "alarms", list_alarms, "checks_*.json", origins=False),
     Table(SUMMARY, "costs", list_costs, "checks_*.json", origins=False),
     Table(SUMMARY, "gate", list_gates, "prefill_*.json", origins=False),

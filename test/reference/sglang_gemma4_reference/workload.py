@@ -207,6 +207,27 @@ def _random_request(
 # -- sending --------------------------------------------------------------------------------------
 
 
+def shared_prefixes(count: int, *, seed: int, shared: int, own: tuple[int, int]) -> str:
+    """Return prompts as the dataset ``custom`` of ``sglang.benchmark.serving``, in JSON lines.
+
+    SGLang's generated-shared-prefix varies the length of the prefix too. The tokenizer of the
+    random checkpoints makes one token of each character.
+
+    Args:
+        count: of prompts.
+        seed: of the own tokens.
+        shared: tokens that all prompts share, the same ones for every seed.
+        own: the fewest and the most further tokens.
+    """
+    draw, lines = random.Random(seed), []
+    for _ in range(count):
+        length = draw.randint(*own)
+        prompt = "s" * shared + f"{draw.getrandbits(4 * length):0{length}x}"
+        turns = [{"content": prompt}, {"content": "its answer"}]
+        lines.append(json.dumps({"conversations": turns}))
+    return "\n".join(lines)
+
+
 class Client:
     """Clients of one server."""
 
