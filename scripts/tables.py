@@ -188,7 +188,7 @@ def list_ratios(lengths: Sequence[int], document: Document) -> Rows:
         found[point["load"]["length"]] = f"{point['ratio']:.1f}x of {point['ceiling']:.1f}x"
     model = document["model"].removesuffix("_MINI").replace("GEMMA3N_", "Gemma 3n ")
     if not document["device"].startswith("cpu"):
-        model += f", {document['device'].removeprefix('NVIDIA ')}, {document['date']}"
+        model += f", {document['device'].removeprefix('NVIDIA ')}, SGLang {document['sglang']}"
     yield model, *(found[length] for length in lengths)
 
 
@@ -395,7 +395,7 @@ TABLES = (
     Table("docs/settings.md", "settings", list_settings),
     Table("docs/upstream.md", "methods", list_methods),
     Table("docs/compatibility.md", "releases", list_releases),
-    Table("docs/prefill_graphs.md", "predicted ms", REPLAYED_ON_AN_H100),
+    Table(GPU, "predicted ms", REPLAYED_ON_AN_H100),
     Table(GPU, "predicted", partial(list_predicted, "H100", ("model", "tokens", "range"))),
     Table(GPU, "checked", partial(list_predicted, "cases", CHECKED)),
     Table(README, "measured by others", partial(list_predicted, "cases", ("brief", *COMPARED))),
