@@ -104,6 +104,7 @@ def assert_alike(
     rows: Sequence[list[int]] | None = None,
     minimum: int | None = 1,
     captured: Sequence[int] = (),
+    buckets: Sequence[int] = (),
     close_calls: int = 0,
 ) -> Compared[A]:
     """Assert that one server takes the fast path for these requests, and gives stock's answers.
@@ -111,12 +112,12 @@ def assert_alike(
     Args:
         ask: sends the requests to one server. Results other than ``Answer`` must be equal.
         rows: the rows that each layer must compute, by forward; None: those that
-            ``assert_all_fast`` requires for ``minimum`` and ``captured``.
+            ``assert_all_fast`` requires for ``minimum``, ``captured`` and ``buckets``.
         close_calls: as for ``assert_same_answers``.
     """
     both = compare(servers, ask)
     if rows is None:
-        assert_all_fast(both.prefills, minimum, captured)
+        assert_all_fast(both.prefills, minimum, captured, buckets)
     else:
         assert both.rows == rows
     if all(isinstance(answer, Answer) for answer in both.on):

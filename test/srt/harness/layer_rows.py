@@ -46,13 +46,17 @@ def cut(rows: int, kept: int, shape: Gemma4Shape | Gemma3nShape = E2B_TINY) -> l
 
 
 def rows_and_replays(
-    prefill: Prefill, minimum: int | None = 1, captured: Sequence[int] = ()
+    prefill: Prefill,
+    minimum: int | None = 1,
+    captured: Sequence[int] = (),
+    buckets: Sequence[int] = (),
 ) -> tuple[list[int], int]:
     """Return the rows that each layer must compute on the fast path, and the number of replays.
 
     Args:
         minimum: the server's threshold; None if none is set.
         captured: the row counts for which its tail is captured; others are padded to them.
+        buckets: the row counts for which SGLang captures prefills, in ascending order.
     """
     total, replays = sum(prefill.extend_lens), 0
     kept = due_rows(prefill, lambda total, read: is_worth_cutting(total, read, minimum))
@@ -60,7 +64,21 @@ def rows_and_replays(
         large_enough = [rows for rows in captured if rows >= kept]
         if large_enough:
             kept, replays = min(large_enough), 1
-    return cut(total, kept), replays
+    bucket = _bucket_of(prefill, buckets)
+    if bucket is None:
+        return cut(total, kept), replays
+    if replays or kept == 0:
+        return cut(bucket, kept), 1 + replays
+    return whole(bucket), 1  # a tail that is not captured: the graph runs to its end
+
+
+def _bucket_of(prefill: Prefill, buckets: Sequence[int]) -> int | None:
+    """Return SGLang's graph for a prefill, at least half of whose bucket must be used."""
+    total = sum(prefill.extend_lens)
+    for bucket in buckets:
+        if total <= bucket <= 2 * total and not prefill.multimodal:
+            return bucket
+    return None
 
 
 def without_audit(prefill: Prefill) -> Prefill:
@@ -87,7 +105,10 @@ def without_audit(prefill: Prefill) -> Prefill:
 
 
 def assert_all_fast(
-    prefills: Iterable[Prefill], minimum: int | None = 1, captured: Sequence[int] = ()
+    prefills: Iterable[Prefill],
+    minimum: int | None = 1,
+    captured: Sequence[int] = (),
+    buckets: Sequence[int] = (),
 ) -> None:
     """Assert that every forward computed exactly the rows that the fast path must.
 
@@ -97,7 +118,7 @@ def assert_all_fast(
     """
     ended = 0
     for prefill in prefills:
-        due = rows_and_replays(prefill, minimum, captured)
+        due = rows_and_replays(prefill, minimum, captured, buckets)
         assert (prefill.rows, prefill.replays) == due, prefill
         ended += 0 < prefill.rows[-1] < sum(prefill.extend_lens)
     assert ended, "no prompt ended on the fast path"

@@ -32,7 +32,14 @@ CAPTURED_GRAPHS: Mapping[str, str | None] = {
     "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": str(CAPTURED_ROWS[-1]),
 }
 CAPTURED_ARGUMENTS = ("--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS))
-
+#: With ``EXIT_GRAPHS`` and ``EXIT_ARGUMENTS`` also its prefills, for these numbers of rows.
+EXIT_BUCKETS = (32, 64, CHUNK)
+EXIT_GRAPHS: Mapping[str, str | None] = {
+    **CAPTURED_GRAPHS,
+    "GEMMA4_CPU_GRAPHS": "decode,prefill",
+    settings.name_of("prefill_graphs"): "1",
+}
+EXIT_ARGUMENTS = (*CAPTURED_ARGUMENTS, "--cuda-graph-bs-prefill", *map(str, EXIT_BUCKETS))
 #: The observers put hooks on the model, which the package would refuse.
 _TRUST = settings.name_of("trust")
 _OBSERVERS = (row_trace.__name__, tail_failures.__name__)

@@ -28,12 +28,13 @@ from harness.ask import (
     tokens,
     traffic,
 )
-from harness.layer_rows import FIRST_CUT, cut, rows_and_replays, whole
+from harness.layer_rows import FIRST_CUT, rows_and_replays
 from harness.server import (
-    CAPTURED_ARGUMENTS,
-    CAPTURED_GRAPHS,
     CAPTURED_ROWS,
     CHUNK,
+    EXIT_ARGUMENTS,
+    EXIT_BUCKETS,
+    EXIT_GRAPHS,
     Pair,
     Server,
     running,
@@ -41,16 +42,8 @@ from harness.server import (
 from sglang_gemma4_reference import workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco import counters, metrics, settings
+from sglang_gemma4_yoco import counters, metrics
 from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
-
-BUCKETS = (32, 64, CHUNK)
-ARGUMENTS = (*CAPTURED_ARGUMENTS, "--cuda-graph-bs-prefill", *map(str, BUCKETS))
-GRAPHS = {
-    **CAPTURED_GRAPHS,
-    "GEMMA4_CPU_GRAPHS": "decode,prefill",
-    settings.name_of("prefill_graphs"): "1",
-}
 
 A = TypeVar("A")
 
@@ -68,8 +61,8 @@ def both_servers(
 ) -> Iterator[Pair]:
     """Yield a server that replays its prefills, on one rank or two, and the stock one."""
     directory = tmp_path_factory.mktemp("exits")
-    arguments = (*ARGUMENTS, "--tp-size", str(request.param))
-    graphs: Any = {"arguments": arguments, "env": GRAPHS}
+    arguments = (*EXIT_ARGUMENTS, "--tp-size", str(request.param))
+    graphs: Any = {"arguments": arguments, "env": EXIT_GRAPHS}
     with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
         yield server, off_server
 
@@ -77,29 +70,10 @@ def both_servers(
 # -- paths of forwards -----------------------------------------------------------------------
 
 
-def bucket_of(prefill: Prefill) -> int | None:
-    """Return SGLang's graph for a prefill, at least half of whose bucket must be used."""
-    total = sum(prefill.extend_lens)
-    for bucket in BUCKETS:
-        if total <= bucket <= 2 * total and not prefill.multimodal:
-            return bucket
-    return None
-
-
-def due(prefill: Prefill) -> tuple[list[int], int]:
-    """Return the rows that a forward's layers must compute, and the number of its graph replays."""
-    rows, tail = rows_and_replays(prefill, captured=CAPTURED_ROWS)
-    bucket = bucket_of(prefill)
-    if bucket is None:
-        return rows, tail
-    if tail or rows[-1] == 0:
-        return cut(bucket, rows[-1]), 1 + tail
-    return whole(bucket), 1  # a tail that is not captured: the graph runs to its end
-
-
 def assert_as_due(prefills: list[Prefill]) -> None:
     for prefill in prefills:
-        assert (prefill.rows, prefill.replays) == due(prefill), prefill
+        due = rows_and_replays(prefill, captured=CAPTURED_ROWS, buckets=EXIT_BUCKETS)
+        assert (prefill.rows, prefill.replays) == due, prefill
 
 
 def forwards(server: Server) -> Counter[str]:
@@ -125,7 +99,7 @@ def test_what_it_says(both_servers: Pair) -> None:
     server, stock = both_servers
     ranks = server.resolved("tp_size")
     generate(server, tokens(50, seed=1))
-    where = f"open after {FIRST_CUT + 1} segments, in {len(BUCKETS)} graphs of up to {CHUNK} tokens"
+    where = f"open after {FIRST_CUT + 1} segments, in {len(EXIT_BUCKETS)} graphs of up to {CHUNK} tokens"
     assert len(server.log_lines("graphs on for prefills of the sizes that the flags name")) == 1
     for words in (
         "SGLang's capture of prefill CUDA graphs is fixed for this model",
