@@ -18,9 +18,9 @@ NOT_DECODING = "it runs as an extend batch, since this release of SGLang was not
 QUANTISED = "the per-layer inputs are quantised"
 SHARED = "disaggregation's transfers read and write K and V while the server runs"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
+HOST_CACHE = f"enable_hierarchical_cache: {LOADED_MEANWHILE}"
 # Arguments and (in capitals) environment variables with which a replay may differ -> the reason.
 _UNSUPPORTED = {
-    "enable_hierarchical_cache": LOADED_MEANWHILE,
     "enable_memory_saver": "GPU memory may be released and resumed",
     "enable_symm_mem": "collectives need memory of their own",
     "disable_cuda_graph_padding": "rows must not be padded",
@@ -44,7 +44,8 @@ def find_eager_reason(runner: ModelRunner, state: ModelState) -> str | None:
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
-    # Also covered by an argument below, but a plugin may load them without it.
+    # SGLang's own cache registers its counter after the capture at start: one that is there by then
+    # is a plugin's, and what it orders is not known.
     if compat.pools.waits_for_loads(backends.tail_backend.token_to_kv_pool):
         return LOADED_MEANWHILE
     for name, reason in _UNSUPPORTED.items():
@@ -52,9 +53,12 @@ def find_eager_reason(runner: ModelRunner, state: ModelState) -> str | None:
             return f"{name}: {reason}"
     # SGLang recaptures in its scheduler's thread, between two batches; paused requests keep their K
     # and V. The check of the graphs temporarily writes KV slots: nothing else uses the pools then,
-    # except for work that the scheduler does not launch, such as disaggregation's transfers.
+    # except for work that the scheduler does not launch: disaggregation's transfers, and copies to
+    # and from the host.
     if state.serves and compat.server.read_argument("disaggregation_mode") != "null":
         return SHARED
+    if state.serves and compat.server.read_argument("enable_hierarchical_cache"):
+        return HOST_CACHE
     return compat.decode_graphs.find_memory_reason(torch.device(runner.device))
 
 

@@ -66,8 +66,9 @@ def write_keys_and_values(
     """
     slots = forward_batch.out_cache_loc
     # Waits for K and V of the prefix to be loaded. Stock waits in the donor's attention, which an
-    # intermediate chunk does not run; the next batch does not wait again. Unnecessary once the pool
-    # has a method that waits for a layer.
+    # intermediate chunk does not run and a replayed tail runs without Python; the next batch does
+    # not wait again. Loads go up layer by layer, so those of the layers before have ended too.
+    # Unnecessary once the pool has a method that waits for a layer.
     pool.get_kv_buffer(attention.layer_id)
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):

@@ -454,7 +454,6 @@ def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
 
 
 REFUSED_ARGUMENTS = (
-    "enable_hierarchical_cache",
     "enable_memory_saver",
     "enable_symm_mem",
     "disable_cuda_graph_padding",

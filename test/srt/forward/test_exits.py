@@ -38,6 +38,7 @@ from harness.media import MediaPrompt, media_batch
 from harness.prefill_exits import (
     RECORDED,
     ROWS,
+    TOLERANCE,
     assert_served_alike,
     close,
     run,
@@ -144,6 +145,37 @@ def test_text_with_a_literal_placeholder(engine: Engine, kind: str) -> None:
     for place in (0, 5, 6, 63):
         ids[place] = placeholder
     assert assert_served_alike(engine, [Prompt((), tuple(ids))]) == counters.EXIT_CAPTURED
+
+
+@pytest.mark.parametrize("outcome", [counters.EXIT_CAPTURED, counters.TAIL_CAPTURED])
+@pytest.mark.parametrize("donor", [FIRST_CUT - 1, FIRST_CUT])
+def test_a_donor_that_arrives_late(engine: Engine, donor: int, outcome: Outcome) -> None:
+    """A replay waits for nothing: what its attention reads must have been loaded before it.
+
+    A layer's K and V of cached tokens are loaded when it is waited for. If they never are, the
+    answers must differ.
+    """
+    scheduled, forward = engine.schedule(SEVERAL), engine.runner.forward
+    stock, is_waited_for = run(engine, scheduled).logits, True
+    pool, table = engine.runner.token_to_kv_pool, engine.runner.req_to_token_pool.req_to_token
+    slots = table[scheduled.req_pool_indices[0], : scheduled.prefix_lens[0]].long()
+    cached = compat.pools.get_cached_tokens(pool, donor, slots)
+    loaded = cached.read()
+
+    def wait_until(layer: int) -> None:
+        if is_waited_for and layer == donor:
+            cached.write(loaded)
+
+    def run_late(batch: Any) -> Any:
+        cached.write((9.0, 9.0))
+        with patched(pool, layer_transfer_counter=SimpleNamespace(wait_until=wait_until)):
+            return forward(batch)
+
+    with mock.patch.object(engine.runner, "forward", run_late):
+        for is_waited_for in (True, False):
+            fast = run(engine, scheduled, fast=True, eagerly=outcome == counters.TAIL_CAPTURED)
+            assert fast.outcomes == {outcome: 1}
+            assert torch.allclose(fast.logits, stock, atol=TOLERANCE) == is_waited_for
 
 
 def test_memory_is_not_lent_while_segments_run(

@@ -6,7 +6,7 @@ with has the default policy, and neither of these modes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,19 @@ from typing import Any
 import pytest
 
 from harness.ask import Answer, assert_alike, generate, prompts_of, tokens
-from harness.layer_rows import CHUNK_KEPT, cut
-from harness.server import CHUNK, Pair, Server, running
+from harness.layer_rows import cut
+from harness.server import (
+    CAPTURED_ARGUMENTS,
+    CAPTURED_GRAPHS,
+    CAPTURED_ROWS,
+    CHUNK,
+    EXIT_ARGUMENTS,
+    EXIT_BUCKETS,
+    EXIT_GRAPHS,
+    Pair,
+    Server,
+    running,
+)
 from sglang_gemma4_reference.tail_failures import slow_prefills
 from sglang_gemma4_yoco.commands.verify.comparison import Comparison
 
@@ -38,13 +49,26 @@ PRIORITIES = (
 )
 
 
+@pytest.fixture(scope="module", params=[(), EXIT_BUCKETS], ids=["captured tail", "exits"])
+def buckets(request: pytest.FixtureRequest) -> Sequence[int]:
+    """Return the row counts for which the server captures prefills, or none."""
+    return tuple(request.param)
+
+
 @pytest.fixture(scope="module")
 def both_servers(
-    tiny_checkpoint: Path, off_server: Server, tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Path,
+    off_server: Server,
+    tmp_path_factory: pytest.TempPathFactory,
+    buckets: Sequence[int],
 ) -> Iterator[Pair]:
     """Yield a server with a cache on the host, and the stock server."""
-    directory = tmp_path_factory.mktemp("prefixes")
-    with running(tiny_checkpoint, directory, switch=None, arguments=PREFIXES) as server:
+    directory, graphs = tmp_path_factory.mktemp("prefixes"), CAPTURED_GRAPHS
+    arguments = (*PREFIXES, *CAPTURED_ARGUMENTS)
+    if buckets:
+        arguments, graphs = (*PREFIXES, *EXIT_ARGUMENTS), EXIT_GRAPHS
+    how: Any = {"arguments": arguments, "env": graphs}
+    with running(tiny_checkpoint, directory, switch=None, **how) as server:
         yield server, off_server
 
 
@@ -80,25 +104,29 @@ def crowd_out(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cached", "new", "body", "rows"),
+    ("cached", "new", "body", "forwards"),
     [
-        (300, 1, {}, [cut(1, 1)]),
-        (300, 60, {}, [cut(60, 1)]),
+        (300, 1, {}, 1),
+        (300, 60, {}, 1),
         # No row is read of the chunk that the prefix is loaded for.
-        (300, CHUNK + 40, {}, [cut(CHUNK, CHUNK_KEPT), cut(40, 1)]),
+        (300, CHUNK + 40, {}, 2),
         # The kept rows are a suffix: an extend batch, which reads the loaded K and V too.
-        (200, 40, {"logprob_start_len": 230}, [cut(40, 10)]),
+        (200, 40, {"logprob_start_len": 230}, 1),
     ],
     ids=["one token", "a chunk", "two chunks", "input logprobs"],
 )
 def test_prefix_from_the_host(
     both_servers: Pair,
+    buckets: Sequence[int],
     cached: int,
     new: int,
     body: dict[str, Any],
-    rows: list[list[int]],
+    forwards: int,
 ) -> None:
-    """Prefixes were evicted to the host; each layer's K and V come when it waits for them."""
+    """Prefixes were evicted to the host; each layer's K and V come when it waits for them.
+
+    Meanwhile the prefixes that crowd them out are copied to the host.
+    """
     prefix = tokens(cached, seed=8)
 
     def ask(server: Server) -> list[Answer]:
@@ -106,13 +134,12 @@ def test_prefix_from_the_host(
         crowd_out(server)
         return generate(server, prefix + tokens(new, seed=9), **body)
 
-    both = assert_alike(both_servers, ask)
-    assert both.prefills[-len(rows)].prefix_lens == [cached]
-    assert both.rows[-len(rows) :] == rows
+    both = assert_alike(both_servers, ask, captured=CAPTURED_ROWS, buckets=buckets)
+    assert both.prefills[-forwards].prefix_lens == [cached]
     assert (both.on[0].loaded_tokens, both.off[0].loaded_tokens) == (cached, 0)
 
 
-def test_prefixes_of_several_requests(both_servers: Pair) -> None:
+def test_prefixes_of_several_requests(both_servers: Pair, buckets: Sequence[int]) -> None:
     """Some requests of a forward have their prefixes on the host, some nowhere."""
     prefixes = [tokens(100, seed=12), tokens(70, seed=13)]
     prompts = [
@@ -134,10 +161,10 @@ def test_prefixes_of_several_requests(both_servers: Pair) -> None:
                 server.wait_until(lambda: server.load()["waiting"] == 3, "three in the queue")
             return [*long.result(), *others.result()]
 
-    both = assert_alike(both_servers, ask)
+    both = assert_alike(both_servers, ask, captured=CAPTURED_ROWS, buckets=buckets)
     last = both.prefills[-1]
     assert (last.extend_lens, last.prefix_lens) == ([20, 21, 25], [100, 70, 0])
-    assert last.rows == cut(66, 3)
+    assert (last.rows[-1], last.replays) == (4, 1 + bool(buckets))
     assert [answer.loaded_tokens for answer in both.on] == [0, 100, 70, 0]
 
 
@@ -147,8 +174,8 @@ def test_prefix_from_files(tiny_checkpoint: Path, tmp_path: Path, off_server: Se
     files = tmp_path / "files"
     how: Any = {
         "switch": None,
-        "arguments": IN_FILES,
-        "env": {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(files)},
+        "arguments": (*IN_FILES, *CAPTURED_ARGUMENTS),
+        "env": {**CAPTURED_GRAPHS, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(files)},
     }
     [stock] = generate(off_server, prompt)
     stored = len(prompt) // 16 * 16
@@ -158,6 +185,6 @@ def test_prefix_from_files(tiny_checkpoint: Path, tmp_path: Path, off_server: Se
             server.wait_until(lambda: len([*files.iterdir()]) > stored // 16, "stored pages")
             last = server.prefills()[-1]
         assert fast.cached_tokens == cached
-        assert last.rows == cut(sum(last.extend_lens), 1)
+        assert (last.rows, last.replays) == (cut(sum(last.extend_lens), 1), 1)
         assert Comparison.of([(fast, stock)]).is_equal
     assert last.prefix_lens == [stored]
