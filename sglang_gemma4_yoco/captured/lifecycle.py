@@ -14,6 +14,9 @@ from sglang_gemma4_yoco.core.state import ModelState
 NOT_YET = "it is not captured yet"
 GRAPHS_OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has no full CUDA graphs for decode"
+NO_GRAPHS_BY_ROLE = (
+    f"{NO_GRAPHS}: in this role set --cuda-graph-backend-decode=full --cuda-graph-max-bs-decode=32"
+)
 NOT_DECODING = "it runs as an extend batch, since this release of SGLang was not tested"
 QUANTISED = "the per-layer inputs are quantised"
 SHARED = "disaggregation's transfers read and write K and V while the server runs"
@@ -37,6 +40,8 @@ def find_eager_reason(runner: ModelRunner, state: ModelState) -> str | None:
     if settings.current.graph_rows == 0:
         return GRAPHS_OFF
     if compat.decode_graphs.get_captured_steps(runner) is None:
+        if compat.server.read_argument("disaggregation_mode") == "prefill":
+            return NO_GRAPHS_BY_ROLE
         return NO_GRAPHS
     backends = state.get_backends()
     if not backends.decodes:

@@ -14,6 +14,7 @@ from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_gemma4_yoco import compat, metrics, settings
 from sglang_gemma4_yoco.admission import arguments, third_party
+from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.commands.console import CommandError, Report, check_directory
 from sglang_gemma4_yoco.commands.redact import show_flags
 from sglang_gemma4_yoco.compat.backends import list_admitted
@@ -145,6 +146,11 @@ def _judge(report: Report, adapter: Adapter, argument: Callable[..., object]) ->
     if argument("is_embedding"):
         report.refuse(arguments.EMBEDDINGS)
     report.refuse(arguments.find_argument_reason())
+    if (
+        argument("disaggregation_mode") == "prefill"
+        and compat.server.get_cuda_graph_backend("decode") != "full"
+    ):
+        report.add("eager tail", lifecycle.NO_GRAPHS_BY_ROLE)
     quantised = next(filter(None, map(argument, _QUANTISING)), report.entries["quantisation"])
     if quantised is not None:
         report.unknowns.append(

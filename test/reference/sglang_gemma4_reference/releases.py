@@ -51,7 +51,9 @@ def enable_graphs(captures: Callable[[str], bool]) -> None:
 
     def capture_decode_graph(*, model_runner: Any) -> Any:
         with ExitStack() as span:
-            if captures("decode"):
+            # On a CPU SGLang asks for the compiler alone, and not for the backend as on a GPU.
+            is_off = setup.check_cuda_graph_backend(setup.Phase.DECODE, setup.Backend.DISABLED)
+            if captures("decode") and not is_off:
                 span.enter_context(as_if_compiled())
             return stock(model_runner=model_runner)
 

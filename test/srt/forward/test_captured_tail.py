@@ -451,6 +451,8 @@ def can_be_captured(eager_state: ModelState) -> Iterator[None]:
 def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
     assert engine.runner.decode_cuda_graph_runner is None
     assert reason(engine) == lifecycle.NO_GRAPHS
+    with releases.published(disaggregation_mode="prefill"):
+        assert reason(engine) == lifecycle.NO_GRAPHS_BY_ROLE
 
 
 REFUSED_ARGUMENTS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -95,19 +95,30 @@ def listed(reply: Any) -> list[Any]:
 
 
 @contextmanager
-def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
-    """Run two servers with the fast path on, one of each role, in the ``with`` block."""
+def disaggregated(
+    checkpoint: Path, directory: Path, arguments: Sequence[str], graphs: Mapping[str, str | None]
+) -> Iterator[Disaggregated]:
+    """Run two servers with the fast path on, one of each role, in the ``with`` block.
+
+    Args:
+        arguments: further ones, of both servers.
+        graphs: the variables by which they capture on a CPU.
+    """
     ports = find_free_ports(2)
 
     def role(name: str, port: int) -> AbstractContextManager[Server]:
-        arguments = (
+        roles = (
             *("--disaggregation-mode", name),
             *("--disaggregation-transfer-backend", "mooncake_tcp"),
             *("--disaggregation-bootstrap-port", str(port)),
             "--enable-pd-role-switch",
         )
         # Spawned, because the reference platform changes how SGLang sends K and V.
-        how: Any = {"arguments": arguments, "env": _ENVIRONMENT, "spawned": True}
+        how: Any = {
+            "arguments": (*roles, *arguments),
+            "env": {**_ENVIRONMENT, **graphs},
+            "spawned": True,
+        }
         return started(checkpoint, directory / name, switch=None, **how)
 
     with role("prefill", ports[0]) as prefill, role("decode", ports[1]) as decode:

@@ -23,6 +23,7 @@ from sglang_gemma4_reference import gemma3n
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.admission import arguments
+from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import ENTRIES, CommandError, Report
@@ -281,10 +282,16 @@ TALKING = """
 
 
 def test_a_report_to_read(served: list[str], tmp_path: Path) -> None:
-    """It has a trusted plugin that prints, and a setting that does not exist."""
-    [answer], _ = doctor(
+    """It has a trusted plugin that prints, and a setting that does not exist.
+
+    SGLang captures decode steps on a prefill server if it is told to, and then the tail is, too.
+    """
+    prefills = [*served, "--disaggregation-mode", "prefill"]
+    [answer, captured], _ = doctor(
         tmp_path,
-        served,
+        prefills,
+        [*prefills, "--cuda-graph-backend-decode=full", "--cuda-graph-max-bs-decode=32"],
+        GEMMA4_CPU_GRAPHS="decode",
         PYTHONPATH=python_path(plugin(tmp_path / "path", "a_hook", AROUND + TALKING)),
         SGLANG_GEMMA4_YOCO_GRAPHS="0",
         SGLANG_GEMMA4_YOCO_TRUST="a_hook,another",
@@ -296,5 +303,7 @@ def test_a_report_to_read(served: list[str], tmp_path: Path) -> None:
         r"SGLANG_GEMMA4_YOCO_GRAPHS +is not a setting of this version, and is ignored",
         r"first shared layer +4: layers 4 to 7 have no K/V",
         r"found by SGLang +a_hook, gemma4_",
+        rf"\n  eager tail +{lifecycle.NO_GRAPHS_BY_ROLE}\n",
     ):
         assert re.search(words, answer.out), words
+    assert "eager tail" not in captured.out
