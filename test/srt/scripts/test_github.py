@@ -17,22 +17,11 @@ WORKFLOWS = sorted((REPO / ".github" / "workflows").glob("*.yml"))
 PINNED = re.compile(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
 
 
-def find_unpinned(workflow: str) -> list[str]:
-    """Return the actions that are not pinned to a commit; those of this repository need not be."""
-    actions = re.findall(r"\buses:\s*(.+)", workflow)
-    return [one for one in actions if not (one.startswith("./") or PINNED.fullmatch(one))]
-
-
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
 def test_actions_are_pinned(file: Path) -> None:
-    assert find_unpinned(file.read_text()) == []
-
-
-def test_an_unpinned_action_is_seen() -> None:
-    commit = "0123456789" * 4
-    for action in ("a/b@v4", f"a/b@{commit}", f"a/b@{commit[:7]} # v4.4.0", f"a/b@{commit} # v4"):
-        assert find_unpinned(f"- uses: {action}\n") == [action]
-    assert not find_unpinned(f"- uses: a/b@{commit} # v4.4.0\n- uses: ./here\n")
+    """Those of this repository need not be."""
+    for action in re.findall(r"\buses:\s*(.+)", file.read_text()):
+        assert action.startswith("./") or PINNED.fullmatch(action)
 
 
 def test_ci_runs_every_folder() -> None:

@@ -91,12 +91,6 @@ def test_files_that_only_a_release_runs_are_listed() -> None:
     assert [name for name in names if f"`{name}`" not in listed] == []
 
 
-def test_a_missing_test_is_found() -> None:
-    there = ["scripts/test_readme", "scripts/test_readme::test_every_*"]
-    absent = ["unit/test_nothing", "scripts/test_readme::test_nothing", "unit/test_readme"]
-    assert missing_tests(there + absent) == absent
-
-
 def test_the_tables_are_up_to_date() -> None:
     """If this fails: run ``scripts/tables.py --write``."""
     assert tables.main([]) == 0
