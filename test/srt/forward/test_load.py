@@ -57,35 +57,27 @@ def refusal(caplog: pytest.LogCaptureFixture) -> str:
 
 
 NOT_A_NUMBER = ("few", "-1", "1.5", "", " 3", "\u0663")
-NO_ANSWER = ("on", "2", "", " 1")
-SETTINGS = {
-    "SGLANG_GEMMA4_YOCO": (NO_ANSWER, "use 1 or 0, or leave it unset (1): 1 to turn"),
-    "SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS": (
-        ("0", *NOT_A_NUMBER),
-        "use an integer >= 1",
-    ),
-    "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": (NOT_A_NUMBER, "use an integer >= 0"),
-    "SGLANG_GEMMA4_YOCO_SELF_CHECK": (NO_ANSWER, "use 1 or 0, or leave it unset (1): 1 to compare"),
-    "SGLANG_GEMMA4_YOCO_AUDIT": (NOT_A_NUMBER, "use an integer >= 0"),
-    "SGLANG_GEMMA4_YOCO_AUDIT_STRICT": (NO_ANSWER, "use 1 or 0, or leave it unset (0): 1 to turn"),
-    "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": (NO_ANSWER, "or leave it unset (1): 1 to cut"),
-    "SGLANG_GEMMA4_YOCO_TRUST": (
-        ("", "a module", "theirs,", "theirs..Model", "*"),
-        "use names of Python modules or classes, separated by commas, or leave it unset (none): ",
+#: What a setting accepts -> what it does not.
+INVALID = {
+    "1 or 0": ("on", "2", "", " 1"),
+    "an integer >= 0": NOT_A_NUMBER,
+    "an integer >= 1": ("0", *NOT_A_NUMBER),
+    "names of Python modules or classes, separated by commas": (
+        *("", "a module", "theirs,", "theirs..Model", "*"),
     ),
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", settings.VARIABLES)
 def test_an_invalid_value(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    values, remedy = SETTINGS[name]
-    for value in values:
+    accepted = settings.VARIABLES[name].metadata["kind"].accepted
+    for value in INVALID[accepted]:
         monkeypatch.setenv(name, value)
         why = refusal(caplog)
         assert why.startswith(f"{name}={value!r} is not a valid value: ")
-        assert remedy in why
+        assert f"use {accepted}, or leave it unset (" in why
 
 
 @pytest.mark.parametrize("name", settings.VARIABLES)
