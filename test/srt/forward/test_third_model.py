@@ -19,27 +19,13 @@ from sglang.srt.plugins import load_plugins
 
 from harness import third_model, third_yoco
 from harness.batches import BATCHES, batch_of
-from harness.checking import (
-    assert_audited,
-    assert_keys_have_their_scale,
-    checked,
-    find_defect,
-)
+from harness.checking import assert_audited, checked
 from harness.decode_graphs import record_tail
-from harness.forwards import (
-    ENGINE,
-    TWO_PROMPTS,
-    assert_fast,
-    assert_served_by_stock,
-    failing,
-    outcomes,
-    state_of,
-)
-from harness.observe import run
+from harness.forwards import ENGINE, assert_fast, state_of
 from harness.random_batches import PROPERTIES, holds
 from sglang_gemma4_reference.checkpoint import build_tokenizer
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import counters, settings
+from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup import patch
@@ -103,51 +89,9 @@ def test_random_batches(engine: Engine, name: str) -> None:
     holds(engine, PROPERTIES[name], longest=200, most=5, examples=5, floor=5)
 
 
-def test_embeddings_are_restored_after_a_failure(engine: Engine) -> None:
-    """They are scaled in place, so stock must start from the original ones."""
-    scheduled = engine.schedule(TWO_PROMPTS)
-    stock = run(engine, scheduled, "0")
-    with failing(engine, "last tail layer"):
-        seen = run(engine, scheduled, "1")
-    assert outcomes() == {counters.FAILED: 1}
-    assert len(seen.rows) > len(stock.rows)
-    assert_served_by_stock(stock, seen)
-
-
-# ---------------------------------------------------------------- the self-check, and audits
-
-
-def test_the_check_finds_keys_without_rope(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = third_yoco.compute_keys_and_values
-
-    def compute(layer: Any, rows: torch.Tensor, positions: torch.Tensor) -> Any:
-        return stock(layer, rows, torch.zeros_like(positions))
-
-    monkeypatch.setattr(third_yoco, "compute_keys_and_values", compute)
-    assert find_defect(engine) == f"keys of layer {CUT} in the pool"
-
-
-def test_the_check_finds_a_layer_that_is_left_out(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock = third_yoco.run_tail
-
-    def run_tail(model: Any, layers: list[Any], *others: Any) -> torch.Tensor:
-        return stock(model, layers[:-1], *others)
-
-    monkeypatch.setattr(third_yoco, "run_tail", run_tail)
-    assert find_defect(engine).endswith(" of layer 5")
-
-
-def test_keys_have_their_scale(engine: Engine) -> None:
-    assert_keys_have_their_scale(engine)
-
-
 def test_audits(engine: Engine) -> None:
+    """Embeddings are scaled in place, so stock must start from the original ones."""
     assert_audited(engine, BATCHES["three, two of them cached"], CUT)
-
-
-# ---------------------------------------------------------------- engines of their own
 
 
 def test_a_captured_tail(checkpoint: Path) -> None:
