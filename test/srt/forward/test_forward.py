@@ -55,11 +55,6 @@ def planned_for(batch: Any) -> Any:
     return getattr(batch, PLAN_ENTRY, None)
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_cut_inside_the_donor(engine: Engine, name: str) -> None:
-    assert_fast(engine, BATCHES[name])
-
-
 @MARKS_CHUNKS
 def test_an_intermediate_chunk_waits_for_the_loads_that_stock_waits_for(engine: Engine) -> None:
     """A cache that loads prefixes layer by layer makes each reader of a layer's K and V wait."""
