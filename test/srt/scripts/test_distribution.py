@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from collections import defaultdict
-from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -77,14 +76,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     [about] = inside
     assert about.startswith(f"{NAME}-")
     assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= inside[about]
-
-
-def test_what_developers_need_is_not_published(built: tuple[Path, Path]) -> None:
-    """They are in dependency groups; the commands need nothing besides SGLang."""
-    with zipfile.ZipFile(built[0]) as wheel:
-        [metadata] = (name for name in wheel.namelist() if name.endswith("/METADATA"))
-        extras = message_from_bytes(wheel.read(metadata)).get_all("Provides-Extra")
-    assert extras is None
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["wheel", "source"])
