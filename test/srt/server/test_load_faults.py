@@ -135,30 +135,6 @@ def test_switched_off(tmp_path: Path) -> None:
     assert line.endswith("is off: SGLANG_GEMMA4_YOCO=0")
 
 
-def test_loaded_twice(tmp_path: Path) -> None:
-    """The first load counts, even if settings have changed since."""
-    again = """
-import os
-import sglang_gemma4_yoco.plugin as ours
-os.environ["SGLANG_GEMMA4_YOCO"] = "no such value"
-ours.load()
-"""
-    code = LOAD.replace("from sglang.srt.models", again + "from sglang.srt.models")
-    output = forked_output_of(code, tmp_path)
-    assert "patched True" in output
-    (line,) = ours(output)
-    assert line.startswith("INFO")
-    assert "is installed" in line
-
-
-def test_excluded_by_the_operator(tmp_path: Path) -> None:
-    """``SGLANG_PLUGINS`` omits the plugin: SGLang logs that it skips it; nothing is patched."""
-    output = forked_output_of(LOAD, tmp_path, SGLANG_PLUGINS="gemma4_row_trace")
-    assert "patched False" in output
-    assert ours(output) == []
-    assert "Skipping plugin gemma4_yoco (not in SGLANG_PLUGINS)" in output
-
-
 def test_loading_writes_nothing_and_leaves_the_metrics_client_alone(tmp_path: Path) -> None:
     """Loading works on a read-only disk, and does not import the metrics client.
 
