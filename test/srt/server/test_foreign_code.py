@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -98,45 +97,18 @@ def test_a_model_that_reads_every_row(
     assert (answer.status, answer.document["refusals"]) == (1, [MODEL_REASON])
 
 
-REPLACE = """
-    from sglang.srt.models.gemma4_causal import Gemma4TextModel
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    found = Gemma4TextModel.forward
-    def of_their_own(*args, **kwargs):
-        return found(*args, **kwargs)
-    HookRegistry.register(
-        "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward", of_their_own, HookType.REPLACE
-    )
-"""
-
-
 @pytest.mark.release
-@pytest.mark.parametrize(
-    ("code", "trusted", "reason", "kept"),
-    [
-        (REPLACE, "", "Gemma4TextModel.forward runs a_hook.of_their_own, which may", LENGTHS),
-        (AROUND, "a_hook", "The fast path is active: ", (1, 1, 1)),
-    ],
-    ids=["foreign", "trusted"],
-)
-def test_another_plugin_on_the_same_method(
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    off_server: Server,
-    capsys: Captured,
-    code: str,
-    trusted: str,
-    reason: str,
-    kept: tuple[int, ...],
+def test_a_trusted_plugin_on_the_same_method(
+    tiny_checkpoint: Path, tmp_path: Path, off_server: Server, capsys: Captured
 ) -> None:
-    """A trusted plugin sees the forwards, which are cut."""
-    env: Any = {
-        "PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", code)),
-        settings.name_of("trust"): trusted,
+    """It sees the forwards, which are cut."""
+    env = {
+        "PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", AROUND)),
+        settings.name_of("trust"): "a_hook",
     }
     with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
         both = compare((server, off_server), ask)
-        assert reason_of(server, capsys).startswith(reason)
-        assert bool(server.log_lines("their hook saw a forward")) is bool(trusted)
-    assert tuple(rows[-1] for rows in both.rows) == kept
+        assert reason_of(server, capsys).startswith("The fast path is active: ")
+        assert server.log_lines("their hook saw a forward")
+    assert [rows[-1] for rows in both.rows] == [1, 1, 1]
     assert_same_answers(both)
