@@ -333,22 +333,17 @@ def scale(model: Any, shape: Gemma4Shape) -> None:
     sharpness = {"sliding_attention": shape.sharpness, "full_attention": shape.sharpness}
     if shape.global_sharpness is not None:
         sharpness["full_attention"] = shape.global_sharpness
-    chosen = _outlier_channels(shape)
+    draw = torch.Generator().manual_seed(shape.seed)  # apart from the weights'
+    count = max(1, round(shape.outlier_share * shape.hidden_size))
+    outliers = torch.randperm(shape.hidden_size, generator=draw)[:count]
     for layer, kind in zip(model.layers, shape.layer_types, strict=True):
         for name, weight in layer.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight *= sharpness[kind]
             elif weight.dim() == 1:
-                weight[chosen] *= shape.outliers
+                weight[outliers] *= shape.outliers
                 if name.startswith("post_"):
                     weight *= shape.post_norms
-
-
-def _outlier_channels(shape: Gemma4Shape) -> torch.Tensor:
-    """Return the outlier channels' indices, drawn apart from the weights."""
-    draw = torch.Generator().manual_seed(shape.seed)
-    count = max(1, round(shape.outlier_share * shape.hidden_size))
-    return torch.randperm(shape.hidden_size, generator=draw)[:count]
 
 
 def _give_shared_layers_projections(model: Any) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -148,21 +147,6 @@ def randomise(name: str, weight: nn.Parameter) -> None:
     checkpoint.randomise(f"model.language_model.{name.removeprefix('model.')}", weight)
 
 
-def multimodal_config_dict(shape: Gemma3nShape) -> dict[str, Any]:
-    """Return config.json's content of a multimodal model, whose towers are the smallest ones."""
-    vision = {"architecture": "test_resnet", "hidden_size": 64, "vocab_size": 16}
-    audio = {"hidden_size": 64, "vocab_size": 16, "conf_num_hidden_layers": 1}
-    config = Gemma3nConfig(
-        text_config=text_config(shape).to_dict(),
-        vision_config=vision,
-        audio_config=audio,
-        tie_word_embeddings=True,
-    )
-    content: dict[str, Any] = config.to_dict()
-    content["architectures"] = ["Gemma3nForConditionalGeneration"]
-    return content
-
-
 def build_processor(shape: Gemma3nShape) -> Gemma3nProcessor:
     """Return the processor that a server of the multimodal model loads, also for text alone."""
     return Gemma3nProcessor(
@@ -174,13 +158,23 @@ def build_processor(shape: Gemma3nShape) -> Gemma3nProcessor:
 
 
 def write_config(path: Path, shape: Gemma3nShape, *, multimodal: bool = False) -> None:
-    """Write config, tokenizer and processor to this directory, which is made if need be."""
+    """Write config, tokenizer and processor to this directory, which is made if need be.
+
+    The towers of a multimodal model are the smallest ones.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    config = text_config(shape).to_dict() | {"architectures": ["Gemma3nForCausalLM"]}
+    config, architecture = text_config(shape).to_dict(), "Gemma3nForCausalLM"
     build_tokenizer(shape.vocab_size).save_pretrained(path)
     if multimodal:
-        config = multimodal_config_dict(shape)
+        towers = Gemma3nConfig(
+            text_config=config,
+            vision_config={"architecture": "test_resnet", "hidden_size": 64, "vocab_size": 16},
+            audio_config={"hidden_size": 64, "vocab_size": 16, "conf_num_hidden_layers": 1},
+            tie_word_embeddings=True,
+        )
+        config, architecture = towers.to_dict(), "Gemma3nForConditionalGeneration"
         build_processor(shape).save_pretrained(path)
+    config["architectures"] = [architecture]
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

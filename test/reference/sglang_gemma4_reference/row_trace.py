@@ -157,19 +157,18 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._prefills: list[Prefill] = []
-        self._verifications: list[Prefill] = []
+        self._seen: list[Prefill] = []
         self._read = 0  # bytes
 
     def prefills(self) -> list[Prefill]:
         """Return all prefills so far, oldest first; none if nothing was recorded yet."""
         self._read_on()
-        return self._prefills
+        return [seen for seen in self._seen if seen.mode != VERIFY]
 
     def verifications(self) -> list[Prefill]:
         """Return all forwards so far that verified drafts, oldest first."""
         self._read_on()
-        return self._verifications
+        return [seen for seen in self._seen if seen.mode == VERIFY]
 
     def _read_on(self) -> None:
         if self.path.exists():
@@ -178,9 +177,7 @@ class Trace:
                 new = file.read()
             complete = new[: new.rfind(b"\n") + 1]  # a line may be on its way
             self._read += len(complete)
-            for line in complete.splitlines():
-                seen = Prefill(**json.loads(line))
-                (self._verifications if seen.mode == VERIFY else self._prefills).append(seen)
+            self._seen += [Prefill(**json.loads(line)) for line in complete.splitlines()]
 
 
 def load() -> None:

@@ -378,20 +378,6 @@ def read_rows(prefill: Prefill) -> int:
     return sum(max(n, 1) for n in wanted)
 
 
-def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
-    """Return the exact number of rows that the last layer must compute on the fast path.
-
-    Args:
-        pays: returns True if a batch is worth cutting, from its rows and the rows that are read.
-    """
-    total, read = sum(prefill.extend_lens), read_rows(prefill)
-    if prefill.multimodal and read > len(prefill.extend_lens):
-        return total  # log-probabilities of a prompt with an image
-    if pays(total, read):
-        return read
-    return total
-
-
 def held_tokens(client: Client) -> int:
     """Return the number of slots neither free nor in the prefix cache, once no request is left.
 

@@ -165,7 +165,6 @@ def failing(
     place: str,
     *,
     calls: Container[int] = (0,),
-    error: Callable[[str], BaseException] = InjectedError,
 ) -> Iterator[list[int]]:
     """Make the FFN at ``place`` raise in these of its calls; yield the numbers of its calls."""
     seen: list[int] = []
@@ -173,7 +172,7 @@ def failing(
     def hook(*_: Any) -> None:
         seen.append(len(seen))
         if seen[-1] in calls:
-            raise error(place)
+            raise InjectedError(place)
 
     ffn = engine.text_model.layers[_PLACES[place]].mlp
     with ffn.register_forward_pre_hook(hook):

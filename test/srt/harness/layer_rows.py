@@ -13,7 +13,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape
 from sglang_gemma4_reference.gemma3n import Gemma3nShape
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_reference.workload import due_rows
+from sglang_gemma4_reference.workload import read_rows
 from sglang_gemma4_yoco.core.worth import is_worth_cutting
 
 LAYERS = E2B_TINY.layers
@@ -59,8 +59,11 @@ def rows_and_replays(
         buckets: the row counts for which SGLang captures prefills, in ascending order.
     """
     total, replays = sum(prefill.extend_lens), 0
-    kept = due_rows(prefill, lambda total, read: is_worth_cutting(total, read, minimum))
-    if kept == len(prefill.extend_lens) < total:
+    kept, requests = read_rows(prefill), len(prefill.extend_lens)
+    of_media = prefill.multimodal and kept > requests  # log-probabilities of a prompt with an image
+    if of_media or not is_worth_cutting(total, kept, minimum):
+        kept = total
+    if kept == requests < total:
         large_enough = [rows for rows in captured if rows >= kept]
         if large_enough:
             kept, replays = min(large_enough), 1

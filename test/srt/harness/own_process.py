@@ -69,10 +69,6 @@ class OwnProcess(pytest.Item):
         self.add_report_section("call", "in its own process", counted)
         assert re.search(r"\d passed", counted), f"nothing ran: {output[-2000:]}"
 
-    def reportinfo(self) -> tuple[Path, int, str]:
-        """Return the file's location, for the report."""
-        return self.path, 0, f"{self.path.stem}: {self.name}"
-
 
 @functools.cache
 def _helper() -> ProcessPoolExecutor:
