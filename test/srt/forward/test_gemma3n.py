@@ -191,18 +191,11 @@ def test_no_exit_is_noted_in_captured_prefills(engine: Engine) -> None:
 # ---------------------------------------------------------------- engines of their own
 
 
-def test_inside_the_multimodal_model(checkpoint: Path, tmp_path: Path) -> None:
-    """It has the same weights, and gives the same answers to text."""
-    prompts = BATCHES["three, two of them cached"]
-    engine = Engine(checkpoint, **ENGINE)
-    expected = run(engine, engine.schedule(prompts), "0").output.next_token_logits
-    path = reference.write_checkpoint(tmp_path, SHAPE, multimodal=True)
-    multimodal = Engine(path, **ENGINE)
-    assert type(multimodal.runner.model) is Gemma3nForConditionalGeneration
-    for batch in (*BATCHES.values(), CHUNKS):
-        assert_fast(multimodal, batch)
-    _, fast = assert_fast(multimodal, prompts)
-    torch.testing.assert_close(fast.output.next_token_logits, expected, atol=1e-4, rtol=1e-4)
+def test_inside_the_multimodal_model(tmp_path: Path) -> None:
+    engine = Engine(reference.write_checkpoint(tmp_path, SHAPE, multimodal=True), **ENGINE)
+    assert type(engine.runner.model) is Gemma3nForConditionalGeneration
+    for prompts in (*BATCHES.values(), CHUNKS):
+        assert_fast(engine, prompts)
 
 
 def test_another_stream_is_the_active_one(checkpoint: Path, tmp_path: Path) -> None:
