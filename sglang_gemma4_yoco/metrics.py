@@ -81,10 +81,10 @@ def describe_state() -> dict[str, Any]:
             "worst": served.worst_audit,
         },
     }
-    if state is not None:
+    if state:
         report = state.report
         entry |= {"check": report.check, "exits_check": report.exits_check}
-        if reason is None:
+        if not reason:
             entry |= {"fast_prefill": "this package", "cut": state.describe()}
             entry |= {"tail": report.tail_mode, "exits": report.exits}
         elif state.off_because is arguments.SGLANG_SERVES:
@@ -94,9 +94,9 @@ def describe_state() -> dict[str, Any]:
 
 def _find_inactive_reason(state: ModelState | None) -> str | None:
     """Return the text of the reason why the fast path is not active, or None."""
-    if state is None:
+    if not state:
         return NO_MODEL
-    if state.off_because is not None:
+    if state.off_because:
         return state.off_because.text
     if served.is_unused():
         return counters.NOT_CUT

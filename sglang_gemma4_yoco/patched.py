@@ -19,7 +19,7 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
     list again. ``named_modules()`` and ``state_dict()`` do not see the replacement.
     """
     own = owner.__dict__
-    before = dict[str, object]()
+    before = {}
     for name in attributes:
         if name in own:
             before[name] = own[name]

@@ -14,7 +14,8 @@ from multiprocessing import parent_process
 from sglang_gemma4_yoco import __version__, settings
 from sglang_gemma4_yoco.log import logger
 
-GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
+GROUP = "sglang.srt.plugins"
+NAME = "gemma4_yoco"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 #: The reason why ``load`` left SGLang unpatched, or None.
@@ -45,7 +46,7 @@ def _may_run_a_model() -> bool:
 
     Importing the patched modules there would cost memory and time.
     """
-    return parent_process() is None or _SCHEDULER in sys.modules
+    return not parent_process() or _SCHEDULER in sys.modules
 
 
 def _install() -> None:
@@ -77,7 +78,7 @@ def load() -> None:
         why_not_installed = f"{settings.SWITCH}=0"
         # One warning per server, from the main process.
         level = logging.INFO
-        if parent_process() is None:
+        if not parent_process():
             level = logging.WARNING
         logger.log(level, "YOCO fast prefill %s is off: %s", __version__, why_not_installed)
     except Exception as refusal:  # noqa: BLE001 - a plugin must never take a server down

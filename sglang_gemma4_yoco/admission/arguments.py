@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Mapping
 
-from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_yoco.compat import release, server
 from sglang_gemma4_yoco.compat.server import FAST_PREFILL, POSITIONS_VARIABLE, read_argument
 from sglang_gemma4_yoco.core.eligibility import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
 from sglang_gemma4_yoco.refusal import ServerRefusal
@@ -139,14 +140,15 @@ def find_release_reason() -> ServerRefusal | None:
     self-check passes. A refusing argument that was renamed must not pass as unset. SGLang's own
     fast prefill, if on, is the reason on any release.
     """
-    if not compat.release.is_newer_than_tested() or read_argument(FAST_PREFILL):
+    if not release.is_newer_than_tested() or read_argument(FAST_PREFILL):
         return None
-    installed, untested = compat.release.INSTALLED, settings.name_of("untested")
-    gone = [name for name in list_judged_arguments() if not compat.server.has_name(name)]
+    installed = release.INSTALLED
+    untested = settings.name_of("untested")
+    gone = [name for name in list_judged_arguments() if not server.has_name(name)]
     if not settings.current.untested:
-        tested = f"{compat.release.FIRST_TESTED} to {compat.release.LAST_TESTED}"
         reason = (
-            f"SGLang {installed} is newer than the tested releases, {tested}: "
+            f"SGLang {installed} is newer than the tested releases, "
+            f"{release.FIRST_TESTED} to {release.LAST_TESTED}: "
             f"{untested}=1 turns fast prefill on if its self-check passes"
         )
     elif not settings.current.self_check:
@@ -162,9 +164,9 @@ def find_release_reason() -> ServerRefusal | None:
 
 def note_untested_release() -> None:
     """Warn if prefills are cut on a release after the last tested one."""
-    if compat.release.is_newer_than_tested():
+    if release.is_newer_than_tested():
         log.log_once(
-            f"YOCO fast prefill: SGLang {compat.release.INSTALLED} was not tested, and "
+            f"YOCO fast prefill: SGLang {release.INSTALLED} was not tested, and "
             f"{settings.name_of('untested')}=1: {RUNS_UNTESTED}",
             logging.WARNING,
         )
@@ -179,12 +181,12 @@ def find_argument_reason() -> ServerRefusal | None:
     """Return why the arguments or variables of this server refuse every batch, or None."""
     if read_argument(FAST_PREFILL):
         return SGLANG_SERVES
-    replays = compat.server.get_cuda_graph_backend("prefill") is not None
-    if replays and compat.server.read_variable(POSITIONS_VARIABLE):
+    replays = server.get_cuda_graph_backend("prefill")
+    if replays and server.read_variable(POSITIONS_VARIABLE):
         return WRONG_REPLAYS
     # The dumper is on, or can be turned on over HTTP. If neither holds when the model is loaded, it
     # has no hooks and never dumps a tensor.
-    if compat.server.dumper.may_enable:
+    if server.dumper.may_enable:
         return DUMPER
     if read_argument("kv_canary") not in (None, "none"):
         return CANARY
@@ -221,7 +223,7 @@ def _check_hidden_states() -> ServerRefusal | None:
 def _check_table() -> ServerRefusal | None:
     for reason, names in REFUSING_ARGUMENTS.items():
         for name in names:
-            value = read_argument(name) or compat.server.read_variable(name)
+            value = read_argument(name) or server.read_variable(name)
             if isinstance(value, int | float):
                 value = value > int(name in _HARMLESS_AT_1)
             if value:

@@ -20,7 +20,7 @@ NO_SHARED_LAYERS = ServerRefusal("the model has no KV-shared tail")
 def find_model_reason(model: TextModel) -> ServerRefusal | None:
     """Return why no batch of this model may be cut with these server arguments, or None."""
     first = first_shared_layer(model.config)
-    if first is None:
+    if not first:
         return NO_SHARED_LAYERS
     return arguments.find_server_reason() or weights.find_linear_reason(model, first)
 
@@ -47,19 +47,21 @@ def admit(runner: ModelRunner, model: TextModel) -> tuple[BackendPair | None, Se
 
     With several ranks all of them return the same reason, or none does.
     """
-    backends, refusal = None, find_runner_reason(runner, model)
-    if refusal is None:
+    backends = None
+    refusal = find_runner_reason(runner, model)
+    if not refusal:
         backends = build_pair(runner, model, registry.find_adapter(model).ATTENTION_BACKENDS)
-        if backends is None:
+        if not backends:
             refusal = runner_parts.NO_TAIL
     # All ranks have the same release, arguments and variables, so all of them compare, or none
     # does. Arguments also refuse servers on several machines, where another machine may lack this
     # package and never answer.
-    if arguments.find_server_reason() is None:
-        found = f"{__version__}, off because: {refusal}, {settings.current}"
-        difference = ranks.find_difference(found)
-        if difference is not None:
+    if not arguments.find_server_reason():
+        difference = ranks.find_difference(
+            f"{__version__}, off because: {refusal}, {settings.current}"
+        )
+        if difference:
             refusal = ServerRefusal(difference)
-    if refusal is not None:
+    if refusal:
         backends = None
     return backends, refusal

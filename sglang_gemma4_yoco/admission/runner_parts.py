@@ -22,10 +22,10 @@ def find_backend_reason(
         table: the model's (``compat/backends.py``).
     """
     for part in compat.attention.list_parts(main):
-        name = type(part).__name__
-        unknown = ServerRefusal(f"the attention backend {name} is not known to be correct")
-        known = table.get(compat.backends.get_path(type(part)))
-        if known is None:
+        kind = type(part)
+        unknown = ServerRefusal(f"the attention backend {kind.__name__} is not known to be correct")
+        known = table.get(compat.backends.get_path(kind))
+        if not known:
             return unknown
         if not known.is_admitted:
             return known.reason or unknown
@@ -54,8 +54,9 @@ def find_pool_reason(pool: KVCache, dtype: torch.dtype) -> ServerRefusal | None:
         parts = [pool.full_kv_pool, pool.swa_kv_pool]
     for part in parts:
         if type(part) is not compat.pools.MHATokenToKVPool:
-            name = type(part).__name__
-            return ServerRefusal(f"K and V are in a {name}, whose layout is not known")
+            return ServerRefusal(
+                f"K and V are in a {type(part).__name__}, whose layout is not known"
+            )
         if compat.pools.is_allocated_later(part):
             return ALLOCATED_LATER
         method = compat.pools.find_quantisation(part)

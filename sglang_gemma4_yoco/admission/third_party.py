@@ -132,7 +132,7 @@ def _find_unknown(outer: type, runner: ModelRunner | None) -> Iterator[ForeignCo
     for path, module in owners.items():
         found = filter(inspect.isclass, vars(module).values())
         classes += [kind for kind in found if kind.__module__ == path]
-    if runner is not None:
+    if runner:
         objects = _list_objects(runner.model)
         classes += map(type, objects.values())
         backend = runner.attn_backend  # ``runner_parts`` checks its class
@@ -195,9 +195,11 @@ def _find_definitions(part: Any) -> Iterator[tuple[str, str]]:
         return
     if issubclass(kind, type):
         kind = part
-    module, name = kind.__module__, kind.__name__
+    module = kind.__module__
+    name = kind.__name__
     if kind is FunctionType:
-        module, name = str(part.__globals__.get("__name__")), part.__code__.co_name
+        module = str(part.__globals__.get("__name__"))
+        name = part.__code__.co_name
     if not (module.partition(".")[0] in PACKAGES or _is_trusted(module, name)):
         yield module, name
         return

@@ -68,7 +68,8 @@ def _computes_rows(part: nn.Module) -> bool:
 
 def get_linear_kind(layer: nn.Module) -> str:
     """Return the class names of a layer's method and, if it has one, its scheme."""
-    method, scheme = type(layer.quant_method).__name__, getattr(layer, "scheme", None)
+    method = type(layer.quant_method).__name__
+    scheme = getattr(layer, "scheme", None)
     if scheme is None:
         return method
     return f"{method}.{type(scheme).__name__}"

@@ -59,9 +59,9 @@ class Inputs:
         def zeros(*shape: int, dtype: torch.dtype = runner.dtype) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=runner.device)
 
-        hidden, embeds, embedded = model.config.hidden_size, None, None
+        embeds = embedded = None
         if state.splits_per_layer_inputs:
-            embeds = zeros(hidden)
+            embeds = zeros(model.config.hidden_size)
             if model.embed_tokens_per_layer is not None:
                 embedded = zeros(len(state.tail_layers), model.hidden_size_per_layer_input)
         return cls(
@@ -102,7 +102,8 @@ class Inputs:
 
 def run_layers(state: ModelState, inputs: Inputs, batch: ForwardBatch) -> Tensor:
     """Run layers S-1 to L-1 and the model's norm: [rows, hidden]."""
-    model, projected = state.model, None
+    model = state.model
+    projected = None
     if inputs.embeds is not None:
         projected = per_layer.project_layers(
             model, inputs.embeds, inputs.embedded, state.cut_layer, len(model.layers)
@@ -213,9 +214,10 @@ class TailGraphs:
 
     def __init__(self, runner: ModelRunner, state: ModelState) -> None:
         """Allocate the inputs."""
-        self.state, self.backend = state, state.get_backends().tail_backend
+        self.state = state
+        self.backend = state.get_backends().tail_backend
         decode_steps = compat.decode_graphs.get_captured_steps(runner)
-        assert decode_steps is not None, "the tail is captured after them"
+        assert decode_steps, "the tail is captured after them"
         self._decode_steps = decode_steps
         # Limited by the setting, and by the maximum number of running requests.
         most = compat.pools.get_request_table(runner).size
@@ -235,18 +237,21 @@ class TailGraphs:
     @torch.no_grad()
     def capture(self) -> None:
         """Capture all buckets, the largest first; call ``close`` even if this raises."""
-        # SGLang allocates masks to verify drafts, which the tail does not read. Unnecessary once
-        # init_cuda_graph_state takes the number of draft tokens.
-        without_drafts = patched(self.backend, num_draft_tokens=None)
-        with without_drafts, compat.attention.widen_window(self.backend):
+        with (
+            # SGLang allocates masks to verify drafts, which the tail does not read. Unnecessary
+            # once init_cuda_graph_state takes the number of draft tokens.
+            patched(self.backend, num_draft_tokens=None),
+            compat.attention.widen_window(self.backend),
+        ):
             self.backend.init_cuda_graph_state(self._wanted[-1], self._wanted[-1])
         try:
             with compat.decode_graphs.capture_session(self._decode_steps, self.captured):
                 for size in reversed(self._wanted):
                     self.buckets[size] = Bucket(self, size)
         except BaseException:
-            device = self.inputs[-1].rows.device
-            compat.decode_graphs.end_failed_capture(device, self.captured._pool)
+            compat.decode_graphs.end_failed_capture(
+                self.inputs[-1].rows.device, self.captured._pool
+            )
             raise
         finally:
             self.backend.forward_metadata = ABSENT

@@ -38,8 +38,11 @@ def make_auditor(runner: ModelRunner, state: ModelState) -> Auditor | None:
     if settings.current.audit == 0:
         return None
     if compat.attention.frees_tables_early(runner.attn_backend):
-        why = f"{TABLES}; {compat.server.BARRIER_VARIABLE}=1 prevents that"
-        log.log_once(f"YOCO fast prefill is not audited: {why}", logging.WARNING)
+        log.log_once(
+            f"YOCO fast prefill is not audited: {TABLES}; "
+            f"{compat.server.BARRIER_VARIABLE}=1 prevents that",
+            logging.WARNING,
+        )
         return None
     return Auditor(state, Turns(settings.current.audit))
 
@@ -110,8 +113,9 @@ class Auditor:
         try:
             # A forward that fails leaves its residual on the batch.
             with rewrite_batch(plan.kept_batch.batch, {}):
-                if self.state.front is not None:  # the full replay overwrites ``output``
-                    found, answer = exit_check.compare_exit(forward, plan, output), output
+                if self.state.front:  # the full replay overwrites ``output``
+                    found = exit_check.compare_exit(forward, plan, output)
+                    answer = output
                 else:
                     found, answer = self._run_again(forward, plan)
             self._judge(plan, found)
@@ -122,7 +126,8 @@ class Auditor:
 
     def _run_again(self, forward: Forward, plan: Plan) -> tuple[list[Difference], ModelOutput]:
         """Return the findings of the cut on stock's rows, and stock's output."""
-        stock, found = Stock(plan.kept_batch.index), list[Difference]()
+        stock = Stock(plan.kept_batch.index)
+        found = list[Difference]()
         with layerwise.watch_stock(self.state, stock, self.state.cut_layer):
             output = forward.stock()
         stock.keys = layerwise.get_donor_cache(self.state, plan).read()
@@ -136,13 +141,14 @@ class Auditor:
         """Count an audit; log a defect, and turn the path off if audits are strict."""
         worst = rounding.find_worst(found)
         differ = ranks.find_difference(f"an audit: {worst.is_rounding}")
-        agrees = worst.is_rounding and differ is None
+        agrees = worst.is_rounding and not differ
         counters = self.state.counters
         counters.count_audit(worst.excess, agrees=agrees)
         if agrees:
             return
         if counters.audits[DIFFERS] <= _MOST_LINES:
-            batch, what = plan.kept_batch.batch, str(worst)
+            batch = plan.kept_batch.batch
+            what = str(worst)
             if worst.is_rounding:
                 what = "another rank has found a defect"
             log.log_error(

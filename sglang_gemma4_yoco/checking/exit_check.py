@@ -24,8 +24,10 @@ def compare_exit(forward: Any, plan: Plan, output: ModelOutput) -> list[Differen
         forward: a ``graph_exits.ExitForward``, after its fast path.
         output: [bucket, hidden], the forward's output; overwritten.
     """
-    state, total = forward.state, plan.kept_batch.kept.total
-    rows, positions = forward.point.rows[:total], forward.static_batch.positions[:total]
+    state = forward.state
+    total = plan.kept_batch.kept.total
+    rows = forward.point.rows[:total]
+    positions = forward.static_batch.positions[:total]
     made = state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)
     cached = layerwise.get_donor_cache(state, plan)
     written = cached.read()

@@ -153,13 +153,15 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
     """
     model = state.model
     project: Any = getattr(model, "project_per_layer_inputs", None)
+    norm = model.norm.forward
 
     def keep(step: str, layer: int, rows: Tensor) -> None:
         stock.kept[step, layer] = rows.index_select(0, stock.index)
 
     def projecting(embeds: Tensor, embedded: Tensor | None = None) -> object:
         # Copied now: on a GPU layer 0 overwrites the embeddings.
-        stock.embeds, stock.embedded = embeds.clone(), embedded
+        stock.embeds = embeds.clone()
+        stock.embedded = embedded
         projected = project(embeds, embedded)
         if projected is not None:
             keep(_INPUTS, state.cut_layer, projected[:, : state.cut_layer])
@@ -169,14 +171,16 @@ def watch_stock(state: ModelState, stock: Stock, first: int) -> Iterator[None]:
         stock.layer_inputs[number] = state.adapter.view_rows(call["hidden_states"]).clone()
         stock.positions = call["positions"].clone()
 
-    def keep_final(_: object, __: object, output: ModelOutput) -> None:
+    def norm_and_keep(*rows: object, **others: object) -> ModelOutput:
+        output: ModelOutput = norm(*rows, **others)
         keep(_FINAL, len(model.layers) - 1, compat.layers.get_rows(output))
+        return output
 
     with (
         patched(model, project_per_layer_inputs=projecting),
         call_before_layers(state, range(first, state.cut_layer + 1), keep_all),
         _call_after_steps(state, keep),
-        model.norm.register_forward_hook(keep_final),
+        patched(model.norm, forward=norm_and_keep),
     ):
         yield
 
@@ -257,41 +261,47 @@ class _StepComparer:
         Args:
             rows: [B, hidden], the captured tail's.
         """
-        stock, inputs = self.stock, {}
+        stock = self.stock
+        inputs = {}
         for name in ("embeds", "embedded"):
             all_rows = getattr(stock, name)
             if all_rows is not None:
                 inputs[name] = all_rows[stock.index]
-        difference = tail_graphs.compare_eager(
-            replay,
-            rows,
-            rows=stock.kept[_OUTPUT, self.state.cut_layer - 1],
-            positions=stock.positions[stock.index],
-            requests=batch.req_pool_indices,
-            lengths=batch.seq_lens,
-            **inputs,
+        self.found.append(
+            tail_graphs.compare_eager(
+                replay,
+                rows,
+                rows=stock.kept[_OUTPUT, self.state.cut_layer - 1],
+                positions=stock.positions[stock.index],
+                requests=batch.req_pool_indices,
+                lengths=batch.seq_lens,
+                **inputs,
+            )
         )
-        self.found.append(difference)
 
     def compare_and_replace(self, step: str, layer: int, found: Tensor) -> None:
         """Compare ``found``, the result of a step, and overwrite it with stock's."""
         if (step, layer) == (_OUTPUT, self.state.cut_layer - 1):  # the tail begins
             self.compare_keys_and_values()
         expected = self.stock.kept[step, layer]
-        self.found.append(self._compare(step, layer, expected, found))
-        self.missing.discard((step, layer))
-        found.copy_(expected)
-
-    def _compare(self, step: str, layer: int, expected: Tensor, found: Tensor) -> Difference:
-        score_error, given = 0.0, None
+        score_error = 0.0
+        given = None
         if step == _ATTENTION:
             score_error = self._measure_scores(layer)
         if step == _OUTPUT:
             given = self.stock.kept.get((_OUTPUT, layer - 1))
-        what, tolerance = f"{step} of layer {layer}", _TOLERANCES.get(step, _PROJECTED)
-        return rounding.compare_rows(
-            what, expected, found, tolerance, score_error=score_error, given=given
+        self.found.append(
+            rounding.compare_rows(
+                f"{step} of layer {layer}",
+                expected,
+                found,
+                _TOLERANCES.get(step, _PROJECTED),
+                score_error=score_error,
+                given=given,
+            )
         )
+        self.missing.discard((step, layer))
+        found.copy_(expected)
 
     def _measure_scores(self, layer: int) -> float:
         """Return the relative error of attention's output that is due to the sums of its scores.
@@ -309,8 +319,11 @@ class _StepComparer:
 
 def get_donor_cache(state: ModelState, plan: Plan) -> CachedTokens:
     """Return K and V of layer S-1 of the batch's new tokens."""
-    pool, slots = plan.backends.tail_backend.token_to_kv_pool, plan.kept_batch.batch.out_cache_loc
-    return compat.pools.get_cached_tokens(pool, state.cut_layer, slots)
+    return compat.pools.get_cached_tokens(
+        plan.backends.tail_backend.token_to_kv_pool,
+        state.cut_layer,
+        plan.kept_batch.batch.out_cache_loc,
+    )
 
 
 def compare_keys_and_values(
@@ -319,6 +332,9 @@ def compare_keys_and_values(
     """Compare K and V of a layer in the pool, each [rows, kv_heads, head_dim]."""
     differences = []
     for what, right, written in zip(("keys", "values"), expected, found, strict=True):
-        place = f"{what} of layer {layer} in the pool"
-        differences.append(rounding.compare_rows(place, right, written, _PROJECTED))
+        differences.append(
+            rounding.compare_rows(
+                f"{what} of layer {layer} in the pool", right, written, _PROJECTED
+            )
+        )
     return differences

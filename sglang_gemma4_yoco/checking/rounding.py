@@ -12,7 +12,7 @@ large as the others, and would dominate a norm over all channels.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ _ONE_ROW = 6.0
 # Roundings go up and down, which leaves 1 / sqrt(N); three times that, since large ones weigh more
 # and the bound must hold in every run. Relative to ``size`` too: rounding may dominate a sum that
 # cancels.
-_DRIFT, _OF_FEW = 1 / 16, 3.0
+_DRIFT = 1 / 16
+_OF_FEW = 3.0
 # A number near 0 still has the rounding errors of its terms; see ``measure_sizes``.
 _FLOOR = 0.25
 _TINY = torch.finfo(torch.float32).tiny  # avoids division by 0
@@ -55,8 +56,7 @@ def get_score_unit(queries: Tensor) -> float:
     return _EPS * math.sqrt(queries.shape[-1])
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """The rounding error that is allowed for a step.
 
     Attributes:
@@ -71,8 +71,7 @@ class Tolerance:
     floor: float = 0.0
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The worst error of a comparison, and its tolerance; both relative."""
 
     what: str  # what was compared, for the log

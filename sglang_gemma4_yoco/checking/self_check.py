@@ -12,9 +12,9 @@ compared, and its logits must be finite. No slot of another request may change d
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,14 +28,11 @@ from sglang_gemma4_yoco.checking.synthetic_requests import (
     NotComparableError,
     SyntheticRequests,
 )
-from sglang_gemma4_yoco.compat.batch import ForwardBatch
-from sglang_gemma4_yoco.compat.pools import KeysAndValues
 from sglang_gemma4_yoco.compat.server import ModelRunner
-from sglang_gemma4_yoco.compat.text_model import ModelOutput
-from sglang_gemma4_yoco.core.forward import serve_forward
+from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.kept_batch import KeptRows
 from sglang_gemma4_yoco.core.plan import Plan
-from sglang_gemma4_yoco.core.state import ModelState, get_state
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
@@ -68,19 +65,19 @@ class CheckResult:
     @property
     def agrees(self) -> bool:
         """True if prefills may be cut: nothing differs, or the check is disabled."""
-        if self.worst is None:
+        if not self.worst:
             return self is NOT_WANTED
         return self.worst.is_rounding
 
     @property
     def refusal(self) -> ServerRefusal:
         """The reason for stock if this rank or another one does not agree."""
-        if self.worst is None and not self.agrees:
+        if not self.worst and not self.agrees:
             return ServerRefusal(f"{UNCHECKED}: {self.unchecked}", is_logged=False)
         return CHECK_FAILED
 
     def __str__(self) -> str:  # for the log
-        if self.worst is None:
+        if not self.worst:
             return f"not checked: {self.unchecked}"
         if self.agrees:
             return f"self-check passed: worst {self.worst}"
@@ -88,8 +85,8 @@ class CheckResult:
 
     def to_json(self) -> dict[str, Any]:  # for /server_info
         what = error = allowed = None
-        if self.worst is not None:
-            what, error, allowed = self.worst.what, self.worst.error, self.worst.allowed
+        if self.worst:
+            what, error, allowed = self.worst
         return {
             "compared": what,
             "largest_difference": error,
@@ -113,7 +110,7 @@ def check_if_wanted(runner: ModelRunner, state: ModelState) -> CheckResult:
 def check_model(runner: ModelRunner, state: ModelState) -> CheckResult:
     """Run all comparisons on an idle ``ModelRunner``; slots that are written are restored."""
     began = time.monotonic()
-    found = list[Difference]()
+    found = []
     try:
         for lengths in synthetic_requests.choose_batches(runner, state):
             with run_both_paths(runner, state, lengths) as both:
@@ -140,9 +137,10 @@ def run_both_paths(
     Raises:
         NotComparableError: the requests do not fit, or stock cannot be recorded.
     """
-    eagerly = patched(runner, prefill_cuda_graph_runner=None)
-    synthetic_span = synthetic_requests.make_synthetic_requests(runner, state, lengths)
-    with eagerly, synthetic_span as synthetic:
+    with (
+        patched(runner, prefill_cuda_graph_runner=None),
+        synthetic_requests.make_synthetic_requests(runner, state, lengths) as synthetic,
+    ):
         yield BothPaths(state, synthetic)
 
 
@@ -178,15 +176,12 @@ class BothPaths:
             NotComparableError: a batch that should have been cut was not.
             FastPathError: a forward failed.
         """
-        lens = self._requests.lens
         eager = replace(self._state, captured=None)
-        last = KeptRows.suffixes(lens, lens)
-        suffixes = KeptRows.suffixes(lens, lens, self._starts)
-        found = self._on_stocks_rows(eager, last)
-        found += self._on_stocks_rows(eager, suffixes, self._starts)
-        found += self._on_stocks_rows(eager, last, finishes=False)
-        if self._state.captured is not None:  # eager again if no graph has this many rows
-            found += self._on_stocks_rows(self._state, last)
+        found = self._on_stocks_rows(eager)
+        found += self._on_stocks_rows(eager, self._starts)
+        found += self._on_stocks_rows(eager, finishes=False)
+        if self._state.captured:  # eager again if no graph has this many rows
+            found += self._on_stocks_rows(self._state)
         found += self._as_served()
         if self._requests.others_changed():
             found.append(rounding.make_defect(OTHERS_SLOTS))
@@ -202,29 +197,27 @@ class BothPaths:
     def _on_stocks_rows(
         self,
         state: ModelState,
-        kept: KeptRows,
         starts: Sequence[int] | None = None,
         *,
         finishes: bool = True,
     ) -> list[Difference]:
         """Run the cut on stock's rows, with the captured tail if there is one, and compare."""
-        forward = _OnStocksRows(state, self._stock.of_rows(kept.indices))
+        lens = self._requests.lens
+        found = []
+        known = self._stock.of_rows(KeptRows.suffixes(lens, lens, starts).indices)
 
-        # SGLang passes these by position or by name.
-        def run(
-            input_ids: object,  # noqa: ARG001
-            positions: object,  # noqa: ARG001
-            forward_batch: ForwardBatch,
-            *_: object,
-            **__: object,
-        ) -> ModelOutput:
-            return serve_forward(get_state(state.model), forward_batch, forward)
+        def run_prefill(_: object, plan: Plan, *__: object) -> torch.Tensor:
+            rows, steps = layerwise.run_on_stocks_rows(state, plan, known)
+            found.extend(steps)
+            return rows
 
-        with patched(state.model, forward=run):
-            seen, before = self._cut(state, starts, self._before_cut, finishes=finishes)
-        found = forward.found + before
+        with patched(cut, run_prefill=run_prefill):
+            seen, before = self._cut(
+                state, starts=starts, given=self._before_cut, finishes=finishes
+            )
+        found += before
         # A captured tail does not run on stock's steps.
-        if finishes and state.captured is None:
+        if finishes and not state.captured:
             # The logits' rounding depends on the type of these rows, and not on their own.
             rows = self._stock.layer_inputs[state.cut_layer]
             found.append(
@@ -234,7 +227,8 @@ class BothPaths:
 
     def _as_served(self) -> list[Difference]:
         """Run a whole forward as in serving, but with stock's rows before the cut."""
-        state, given = self._state, self._stock.layer_inputs
+        state = self._state
+        given = self._stock.layer_inputs
 
         def force(number: int, _: object, __: object, call: dict[str, Any]) -> None:
             state.adapter.view_rows(call["hidden_states"]).copy_(given[number])
@@ -245,43 +239,18 @@ class BothPaths:
             found.append(rounding.make_defect(NO_NUMBERS))
         return found
 
-    def _cut(
-        self,
-        state: ModelState,
-        starts: Sequence[int] | None = None,
-        given: Mapping[int, KeysAndValues] | None = None,
-        **kind: bool,
-    ) -> tuple[ForwardResult, list[Difference]]:
-        """Run a forward that must be cut, and compare K and V of the layers before the cut."""
-        run = self._requests.run(state, starts, given=given, **kind)
+    def _cut(self, state: ModelState, **how: Any) -> tuple[ForwardResult, list[Difference]]:
+        """Run a forward that must be cut, and compare K and V of the layers before the cut.
+
+        Args:
+            how: arguments of ``SyntheticRequests.run``.
+        """
+        run = self._requests.run(state, **how)
         if run.outcome == counters.FAILED:
             raise FastPathError
         if run.outcome not in counters.CUT:
             raise NotComparableError(str(run.outcome or NOT_SEEN))
-        found = list[Difference]()
+        found = []
         for layer, expected in self._before_cut.items():
             found += layerwise.compare_keys_and_values(layer, expected, run.caches[layer])
         return run, found
-
-
-@dataclass
-class _OnStocksRows:
-    """A ``Forward`` that starts at the cut with stock's rows.
-
-    Attributes:
-        known: stock's results.
-        found: the findings, once it has run.
-    """
-
-    state: ModelState
-    known: Stock
-    found: list[Difference] = field(default_factory=list)
-
-    def fast(self, plan: Plan) -> torch.Tensor:
-        """Run the cut, and compare: [T, hidden]."""
-        rows, self.found = layerwise.run_on_stocks_rows(self.state, plan, self.known)
-        return rows
-
-    def stock(self) -> torch.Tensor:
-        """Return finite rows; nothing of this forward is compared."""
-        return self.known.layer_inputs[self.state.cut_layer].clone()

@@ -8,17 +8,18 @@ slots that are written are restored at the end.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.compat.batch import ABSENT, ForwardBatch, ForwardMode
+from sglang_gemma4_yoco.compat.batch import ABSENT, CHUNK_MARK, ForwardBatch, ForwardMode
 from sglang_gemma4_yoco.compat.pools import KeysAndValues
 from sglang_gemma4_yoco.compat.server import ModelRunner
-from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
 from sglang_gemma4_yoco.counters import Counters, Outcome
 from sglang_gemma4_yoco.patched import patched
 
@@ -33,8 +34,7 @@ class NotComparableError(Exception):
     """The two paths cannot be compared; the message is the reason."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One synthetic request."""
 
     row: int  # its index into ``req_to_token``
@@ -59,7 +59,8 @@ class SyntheticRequests:
     def __init__(self, runner: ModelRunner, state: ModelState, requests: Sequence[Request]) -> None:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
-        self._runner, self._state = runner, state
+        self._runner = runner
+        self._state = state
         new = _list_rows(requests)["out_cache_loc"]
         self._caches = {
             layer: compat.pools.get_cached_tokens(runner.token_to_kv_pool, layer, new)
@@ -73,7 +74,7 @@ class SyntheticRequests:
         starts: Sequence[int] | None = None,
         *,
         finishes: bool = True,
-        given: Mapping[int, KeysAndValues] | None = None,
+        given: Mapping[int, KeysAndValues] = MappingProxyType({}),
     ) -> ForwardResult:
         """Run one forward, which the served model's counters do not count.
 
@@ -83,20 +84,22 @@ class SyntheticRequests:
             finishes: some request's prompt ends here.
             given: ``ForwardResult.caches`` of layers that do not run, written to the pool first.
         """
-        before = given or {}
         for layer, cached in self._caches.items():
             # Zeros, so that stale K and V cannot mask a missing write.
-            cached.write(before.get(layer, (0, 0)))
+            cached.write(given.get(layer, (0, 0)))
         batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
         # A forward that fails may leave a plan behind.
         own = replace(state, planned_rows=None, counters=Counters(logs=False))
-        with own.as_current():
+        with patched(own.model, **{STATE_ENTRY: own}):
             output: Any = self._runner.forward(batch).logits_output
             logits = output.next_token_logits.clone()
-        if state.off_because is None and own.off_because is not None:  # no forward is cuttable
+        if own.off_because and not state.off_because:  # no forward is cuttable
             self._state.turn_off(own.off_because)
-        caches = {layer: cached.read() for layer, cached in self._caches.items()}
-        return ForwardResult(logits, caches, next(iter(own.counters.forwards), None))
+        return ForwardResult(
+            logits,
+            {layer: cached.read() for layer, cached in self._caches.items()},
+            next(iter(own.counters.forwards), None),
+        )
 
     def others_changed(self) -> bool:
         """Return True if a slot was written that holds no new token of these requests."""
@@ -105,7 +108,7 @@ class SyntheticRequests:
     def _others(self) -> list[Tensor]:
         """Return copies of the restored slots after slot 0 (padding), with zeros for new tokens."""
         end = _find_end(self.requests)
-        others = list[Tensor]()
+        others = []
         for cached in self._caches.values():
             for cache in (cached.keys, cached.values):
                 others.append(cache[1:end].index_fill(0, cached.slots - 1, 0))
@@ -128,17 +131,21 @@ def make_synthetic_requests(
     window = compat.attention.find_window(state.model.layers)
     lengths = lengths or max(choose_batches(runner, state), key=len)
     requests = _make_requests(runner, state, lengths)
-    table, end = compat.pools.get_request_table(runner).req_to_token, _find_end(requests)
+    table = compat.pools.get_request_table(runner).req_to_token
+    end = _find_end(requests)
     mapping = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
     places = [table[: len(requests) + 1]]
     for layer in range(state.cut_layer + 1):
         places += [cache[:end] for cache in runner.token_to_kv_pool.get_kv_buffer(layer)]
     if mapping is not None:
         places.append(mapping[:end])
-    each = settings.changed(min_skipped_rows=1)
-    # SGLang's scheduler would take the event of these forwards for that of its own batch.
-    own_event = patched(runner, shared_read_done_event=None)
-    with torch.no_grad(), each, own_event, ExitStack() as restored:
+    with (
+        torch.no_grad(),
+        settings.changed(min_skipped_rows=1),
+        # SGLang's scheduler would take the event of these forwards for that of its own batch.
+        patched(runner, shared_read_done_event=None),
+        ExitStack() as restored,
+    ):
         for place in places:  # each is restored even if another one fails
             restored.callback(place.copy_, place.clone())
         for r in requests:
@@ -162,15 +169,18 @@ def choose_batches(runner: ModelRunner, state: ModelState) -> list[list[Lengths]
     """
     window = compat.attention.find_window(state.model.layers)
     page = runner.page_size
-    table, pool = compat.pools.get_request_table(runner).req_to_token, runner.token_to_kv_pool
-    slots = [len(pool.get_key_buffer(number)) for number in range(state.cut_layer + 1)]
+    table = compat.pools.get_request_table(runner).req_to_token
+    buffers = map(runner.token_to_kv_pool.get_key_buffer, range(state.cut_layer + 1))
+    slots = list(map(len, buffers))
     # The first page of each pool and the first row of the table are reserved.
-    pages, rows = min(slots) // page - 1, len(table) - 1
+    pages = min(slots) // page - 1
+    rows = len(table) - 1
     reach = min(max(slots) - page, table.shape[1])  # tokens of the longest prompt
     longest = min(pages * page, reach)
     if longest < min(window + 1, reach) or pages // 2 * page < _NEW:
         raise NotComparableError(NO_ROOM)
-    requests, needed = list[Lengths](), 0
+    requests = []
+    needed = 0
     far = max(2 * window + 1, page)
     for wanted, new in ((_NEW, _NEW), (window + 2, 6), (far + 5, 5)):
         length = min(wanted, longest)
@@ -181,7 +191,7 @@ def choose_batches(runner: ModelRunner, state: ModelState) -> list[list[Lengths]
     separate = [[beyond], [edge], [short] * min(rows, 2)]
     if rows < len(requests) or needed > pages:
         return separate
-    if state.captured is not None and state.captured.sizes[-1] < len(requests):
+    if state.captured and state.captured.sizes[-1] < len(requests):
         return [requests, *separate]  # no graph fits all
     return [requests]
 
@@ -191,8 +201,10 @@ def _make_requests(
 ) -> list[Request]:
     """Return requests of these lengths, with pages shuffled differently in each pool."""
     page = runner.page_size
-    vocabulary, draw = state.model.config.vocab_size, torch.Generator().manual_seed(0)
-    requests, first_page = list[Request](), 1  # the first one is reserved
+    vocabulary = state.model.config.vocab_size
+    draw = torch.Generator().manual_seed(0)
+    requests = []
+    first_page = 1  # the first one is reserved
     for row, (cached, new) in enumerate(batch, start=1):
         length = cached + new
         end_page = first_page - (-length // page)
@@ -219,7 +231,8 @@ def _fill_caches(
     At the edge of the last row's window, the values of the first token inside and the last one
     outside are as large as all others together: bf16 rounding would hide one of 512 equal values.
     """
-    generator, end = torch.Generator(runner.device).manual_seed(0), _find_end(requests)
+    generator = torch.Generator(runner.device).manual_seed(0)
+    end = _find_end(requests)
     for number in range(state.cut_layer + 1):
         keys, values = runner.token_to_kv_pool.get_kv_buffer(number)
         values[:end].normal_(generator=generator)
@@ -247,7 +260,8 @@ def make_prefill_batch(
 
     The start of a request without input logprobs is its length.
     """
-    size, fields = len(requests), _list_rows(requests)
+    size = len(requests)
+    fields = _list_rows(requests)
     nothing = [ABSENT] * size
     batch = ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
@@ -260,7 +274,8 @@ def make_prefill_batch(
         **fields,
     )
     batch.extend_logprob_start_lens_cpu = list(starts or fields["extend_seq_lens_cpu"])
-    compat.batch.mark_chunk(batch, finishes=finishes)
+    if compat.batch.MARKS_CHUNKS:
+        setattr(batch, CHUNK_MARK, finishes)
     if starts is not None:
         batch.top_logprobs_nums = [0] * size
         batch.token_ids_logprobs = nothing
@@ -280,10 +295,11 @@ def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
     prefixes = [r.cached for r in requests]
     lens = [len(r.ids) for r in requests]
     input_ids = torch.cat([r.ids for r in requests])
-    on_device, device = input_ids.new_tensor, input_ids.device
-    positions = [torch.arange(r.cached, len(r.slots), device=device) for r in requests]
-    cached, new = on_device(prefixes), on_device(lens)
-    lengths, first_rows = cached + new, new.cumsum(0) - new
+    on_device = input_ids.new_tensor
+    cached = on_device(prefixes)
+    new = on_device(lens)
+    positions, first_rows = compat.batch.compute_position_torch(cached, new)
+    lengths = cached + new
     rows = on_device([r.row for r in requests])
     total = len(input_ids)
     return {
@@ -296,7 +312,7 @@ def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
         "seq_lens_sum": sum(prefixes) + total,
         # The slots of the new tokens in the full pool.
         "out_cache_loc": torch.cat([r.slots[r.cached :] for r in requests]),
-        "positions": torch.cat(positions),
+        "positions": positions,
         "extend_num_tokens": total,
         # A captured prefill separates rows from padding by it.
         "global_num_token_non_padded_cpu": total,

@@ -28,7 +28,8 @@ from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.core import ranks
 
 # For the last layer's normed rows, as if its last products used another kernel.
-TAIL, _TOLERANCE = "the captured tail", Tolerance(2.0)
+TAIL = "the captured tail"
+_TOLERANCE = Tolerance(2.0)
 DIFFERS = "no graph agrees with the eager layers"
 
 
@@ -51,7 +52,7 @@ def check_graphs(captured: TailGraphs, runner: ModelRunner) -> str | None:
                 f"{largest.allowed:.1e}) and is not used"
             )
         differ = ranks.find_difference(f"the graph for {size} rows agrees: {agrees}")
-        if not agrees or differ is not None:
+        if not agrees or differ:
             del captured.buckets[size]
     if not captured.sizes:
         return DIFFERS
@@ -62,7 +63,8 @@ def compare_graph(captured: TailGraphs, runner: ModelRunner, size: int) -> list[
     """Compare the graph for ``size`` rows with the eager layers, with the most padding and none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((smaller for smaller in captured.sizes if smaller < size), default=0) + 1
-    bucket, found = captured.buckets[size], list[Difference]()
+    bucket = captured.buckets[size]
+    found = []
     with make_synthetic_requests(runner, captured.state) as synthetic:
         for rows in sorted({fewest, size}):
             inputs = captured.inputs[rows]
@@ -84,7 +86,8 @@ def compare_eager(replay: Replay, found: Tensor, **others: Tensor | None) -> Dif
 @torch.no_grad()
 def run_eagerly(replay: Replay, **others: Tensor | None) -> Tensor:
     """Run the captured layers eagerly, padding included: [B, hidden], normed."""
-    bucket, kept = replay.bucket, replay.index.shape[0]
+    bucket = replay.bucket
+    kept = replay.index.shape[0]
     inputs = bucket.inputs.change(torch.clone)
     inputs.first(kept).fill(**others)
     batch = inputs.make_decode_step()

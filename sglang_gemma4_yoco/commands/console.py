@@ -72,7 +72,7 @@ class Report:
 
     def refuse(self, refusal: object | None) -> None:
         """Add a reason why the path would not be active; ignore None and repetitions."""
-        if refusal is not None and str(refusal) not in self.refusals:
+        if refusal and str(refusal) not in self.refusals:
             self.refusals.append(str(refusal))
 
     @property
@@ -89,7 +89,14 @@ class Report:
         active, verdict = _VERDICTS[self.exit_status]
         reasons = self.refusals + self.unknowns
         if as_json:
-            document = {"active": active, "reason": next(iter(reasons), None), **self.entries}
-            say(document | {"refusals": self.refusals, "unknowns": self.unknowns})
+            say(
+                {
+                    "active": active,
+                    "reason": next(iter(reasons), None),
+                    **self.entries,
+                    "refusals": self.refusals,
+                    "unknowns": self.unknowns,
+                }
+            )
             return
         say("\n".join([*self.lines, "\n  ".join([f"\n{verdict}", *reasons])]))

@@ -29,7 +29,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine and report; return the exit status."""
-    report, unseen = Report(), io.StringIO()
+    report = Report()
+    unseen = io.StringIO()
     try:
         _versions(report)
         _settings(report)
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _versions(report: Report) -> None:
     report.begin("Versions")
-    if find_spec("sglang") is None:
+    if not find_spec("sglang"):
         raise CommandError("no SGLang is installed here; run this where the server runs")
     found = {
         "version": __version__,
@@ -97,7 +98,7 @@ def _discovery(report: Report) -> None:
             "the plugin is not registered in this environment: pip install --no-deps . in a "
             "checkout of it"
         )
-    if allowed is not None:
+    if allowed:
         report.add(RESTRICTION, allowed)
         if plugin.NAME not in {name.strip() for name in allowed.split(",")}:
             report.refuse(f"{RESTRICTION}={allowed} leaves {plugin.NAME} out: add it, or unset it")

@@ -5,7 +5,7 @@ Flags are checked by the code that checks them in a server.
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 
 import torch
 from sglang.srt import runtime_context, server_args
@@ -33,7 +33,7 @@ def examine(report: Report, flags: Sequence[str]) -> None:
     report.entries["plugins"]["installed"] = patch.installed
     untested = arguments.find_release_reason()
     report.refuse(untested)
-    if untested is None and compat.release.is_newer_than_tested():
+    if not untested and compat.release.is_newer_than_tested():
         report.add(
             "SGLang",
             f"{compat.release.INSTALLED} was not tested: {arguments.RUNS_UNTESTED}",
@@ -41,7 +41,7 @@ def examine(report: Report, flags: Sequence[str]) -> None:
     with _explain("SGLang cannot parse these flags"):
         args = server_args.prepare_server_args(list(flags))
     config, adapter = _model(report, args)
-    if adapter is not None:
+    if adapter:
         report.begin("A server with these flags")
         report.add("flags", show_flags(flags))
         _server(report, config, adapter, args)
@@ -74,11 +74,12 @@ def _model(report: Report, args: server_args.ServerArgs) -> tuple[ModelConfig, A
     text = config.hf_text_config
     layers = text.num_hidden_layers
     adapter = registry.find_adapter_by_type(text.model_type)
-    first, shared = None, "none"
-    if adapter is not None:
+    first = None
+    shared = "none"
+    if adapter:
         report.refuse(compat.names.find_missing(adapter.SGLANG))
         first = first_shared_layer(text)
-    if first is None:
+    if not first:
         adapter = None
         report.refuse(metrics.NO_MODEL)
     else:
@@ -96,11 +97,11 @@ def _server(
 ) -> None:
     """Resolve the arguments as a server's scheduler does, and check them; start nothing."""
     ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
-    platform: AbstractContextManager[None] = nullcontext()
-    if not torch.accelerator.is_available():
-        platform = compat.resolution.as_on_cuda()
     argument = compat.server.read_argument
-    with platform:
+    with ExitStack() as platform:
+        if not torch.accelerator.is_available():
+            platform.enter_context(compat.resolution.as_on_cuda())
+            report.add("GPU", "none here: prefill graphs are resolved as on CUDA")
         with _explain("SGLang does not resolve these flags on this machine"):
             args.resolve_once()
             args.check_server_args()
@@ -115,16 +116,18 @@ def _prefill_graphs(report: Report, adapter: Adapter) -> None:
     """Report prefill graphs; refuse flags for them with which SGLang would not start."""
     backend = compat.server.get_cuda_graph_backend("prefill")
     if backend is None and settings.current.prefill_graphs:
-        reason = arguments_resolved.find_reason() or arguments_resolved.NOT_CHOSEN
-        report.add("prefill graphs", f"off: {reason}")
+        report.add(
+            "prefill graphs",
+            f"off: {arguments_resolved.find_reason() or arguments_resolved.NOT_CHOSEN}",
+        )
     if backend is None or compat.release.is_newer_than_tested():
         return
     is_cut = patch.installed and arguments.find_server_reason() is None
     if is_cut and adapter.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
-        found = f"backend {backend!r}: replayed prefills are cut too, if the checks at start pass"
-        if not torch.accelerator.is_available():
-            found += " (resolved as on CUDA: this machine has no GPU)"
-        report.add("prefill graphs", found)
+        report.add(
+            "prefill graphs",
+            f"backend {backend!r}: replayed prefills are cut too, if the checks at start pass",
+        )
         return
     report.refuse(
         "SGLang does not start with prefill CUDA graphs of this model "

@@ -77,7 +77,8 @@ def redact(value: Any) -> Any:
 
 def _split(flags: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return a server's flags as they are shown, and the values that are hidden."""
-    shown, hidden = list[str](), list[str]()
+    shown = []
+    hidden = []
     for before, word in pairwise(["", *flags]):
         name, _, value = word.partition("=")
         if name in SHOWN:

@@ -61,8 +61,15 @@ def run(args: argparse.Namespace) -> int:
     active, reason = verdict(states)
     status, line = _VERDICTS[active]
     if args.json:
-        document = {"active": active, "reason": reason, "sglang": sglang, "url": args.url}
-        say(document | {"schedulers": states})
+        say(
+            {
+                "active": active,
+                "reason": reason,
+                "sglang": sglang,
+                "url": args.url,
+                "schedulers": states,
+            }
+        )
     else:
         say(states, indent=1)  # null for a scheduler without an entry
         say(line.format(reason or _describe_counts(filter(None, states))))
@@ -84,7 +91,8 @@ def verdict(states: Sequence[Document | None]) -> tuple[bool | None, str | None]
 
 def _describe_counts(states: Iterable[Document]) -> str:
     """Return how much all schedulers of an active server have cut, as the end of a sentence."""
-    prefills, rows = Counter[str](), Counter[str]()
+    prefills = Counter[str]()
+    rows = Counter[str]()
     for state in states:
         rows.update(state.get("rows"))
         prefills.update(state.get("forwards"))
@@ -106,10 +114,13 @@ def schedulers(args: argparse.Namespace) -> tuple[str, list[Document | None]]:
     """
     url = args.url
     address = f"{url.rstrip('/')}/server_info"
-    trusted = not args.insecure and (args.cacert or True)
     try:
-        # As an argument: environment variables override a session's own setting.
-        reply = make_session(url, args.api_key).get(address, timeout=30, verify=trusted)
+        reply = make_session(url, args.api_key).get(
+            address,
+            timeout=30,
+            # As an argument: environment variables override a session's own setting.
+            verify=not args.insecure and (args.cacert or True),
+        )
     except (OSError, ValueError) as failure:  # ValueError: it is no URL
         raise CommandError(f"{url}: {explain_failure(failure)}") from None
     if reply.status_code in (401, 403):

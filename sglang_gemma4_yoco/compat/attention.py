@@ -140,8 +140,11 @@ def _allocate_windows(forward_batch: ForwardBatch, window: int) -> AbstractConte
     """
     from sglang.srt.layers.attention import triton_backend  # only Triton needs it
 
-    room, device = forward_batch.batch_size * window, forward_batch.seq_lens.device
-    buffer = torch.empty(room, dtype=torch.int64, device=device)
+    buffer = torch.empty(
+        forward_batch.batch_size * window,
+        dtype=torch.int64,
+        device=forward_batch.seq_lens.device,
+    )
     update = partial(triton_backend.update_sliding_window_buffer, window_kv_indices=buffer)
     return patched(triton_backend, update_sliding_window_buffer=update)
 

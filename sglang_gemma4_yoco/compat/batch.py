@@ -7,6 +7,9 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode as Ca
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch as ForwardBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode as ForwardMode
 from sglang.srt.model_executor.forward_batch_info import (
+    compute_position_torch as compute_position_torch,
+)
+from sglang.srt.model_executor.forward_batch_info import (
     get_server_return_hidden_states_mode as get_server_return_hidden_states_mode,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as SpeculativeAlgorithm
@@ -17,12 +20,6 @@ CHUNK_MARK = "contains_last_prefill_chunk"
 MARKS_CHUNKS = hasattr(ForwardBatch, CHUNK_MARK)
 #: None, for what may be None although SGLang's annotations do not say so.
 ABSENT: Any = None
-
-
-def mark_chunk(batch: ForwardBatch, *, finishes: bool) -> None:
-    """Mark whether some prompt ends in a batch, if this SGLang marks batches."""
-    if MARKS_CHUNKS:
-        setattr(batch, CHUNK_MARK, finishes)
 
 
 def make_decode_step(

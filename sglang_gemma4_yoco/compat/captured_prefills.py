@@ -153,11 +153,11 @@ def drop(runner: ModelRunner) -> None:
     config: Any = server.read_argument("cuda_graph_config")
     config.prefill.backend = Backend.DISABLED
     prefills = server.get_captured_prefills(runner)
-    if prefills is not None:
+    if prefills:
         server.wait_for_device(runner.device)
         prefills.backend.cleanup()
         runner.prefill_cuda_graph_runner = runner.eager_runner
-    del prefills
+        del prefills
     gc.collect()
     current_platform.empty_cache()
 
@@ -169,13 +169,6 @@ def forget_failed_capture(runner: ModelRunner) -> None:
         device = torch.device(runner.device, runner.gpu_id)
         decode_graphs.end_failed_capture(device, shared_pool)
     set_global_graph_memory_pool(None)
-
-
-def list_sizes(runner: ModelRunner) -> list[int]:
-    """Return the tokens of this runner's captured prefills, ascending."""
-    prefills = server.get_captured_prefills(runner)
-    assert prefills is not None, "they are captured"
-    return sorted(bucket.size for bucket in list_graphs(prefills))
 
 
 def list_graphs(

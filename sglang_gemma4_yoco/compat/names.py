@@ -58,14 +58,15 @@ def find_missing(needed: TextModelNames) -> ServerRefusal | None:
     if not missing:
         return None
     name = needed.text_model.rpartition(".")[2]
-    lacks = f"SGLang {release.INSTALLED} lacks {missing}"
-    return ServerRefusal(f"{lacks}: prefills of {name} run as stock. {_REMEDY}")
+    return ServerRefusal(
+        f"SGLang {release.INSTALLED} lacks {missing}: prefills of {name} run as stock. {_REMEDY}"
+    )
 
 
 def _find_missing(needed: TextModelNames) -> Iterator[str]:
     module, _, name = needed.text_model.rpartition(".")
     model = find_object(needed.text_model)
-    if model is None:
+    if not model:
         yield needed.text_model
         return
     for path, wanted in needed.signatures.items():
@@ -76,7 +77,7 @@ def _find_missing(needed: TextModelNames) -> Iterator[str]:
 
 
 def _has_signature(function: Any | None, wanted: str) -> bool:
-    if function is None:
+    if not function:
         return False
     parameters = list(inspect.signature(function).parameters)
     if wanted.endswith("..."):
@@ -92,12 +93,14 @@ def check_names(fields: Iterable[str]) -> None:
             they had another name, nothing would raise an error. Any other missing symbol raises one
             where it is used, at the latest in the check at start, and mypy names it.
     """
-    missing, wanted = list[str](), "self, forward_batch"
+    missing = []
+    wanted = "self, forward_batch"
     if not _has_signature(attention.AttentionBackend.init_forward_metadata, wanted):
         missing.append(f"AttentionBackend.init_forward_metadata({wanted})")
     for name in fields:
         if name not in batch.ForwardBatch.__dataclass_fields__:
             missing.append(f"ForwardBatch.{name}")
     if missing:
-        lacks = f"SGLang {release.INSTALLED} lacks {'; '.join(missing)}"
-        raise release.IncompatibleError(f"{lacks}. {_REMEDY}")
+        raise release.IncompatibleError(
+            f"SGLang {release.INSTALLED} lacks {'; '.join(missing)}. {_REMEDY}"
+        )

@@ -1,7 +1,6 @@
 """The pools of K and V."""
 
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from sglang.srt.mem_cache.memory_pool import KVCache as KVCache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
@@ -83,8 +82,7 @@ def write_keys_and_values(
     pool.set_kv_buffer(attention, target, k, v)
 
 
-@dataclass(frozen=True)
-class CachedTokens:
+class CachedTokens(NamedTuple):
     """K and V of some tokens in a layer's pool.
 
     Attributes:

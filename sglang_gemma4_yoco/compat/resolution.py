@@ -16,15 +16,9 @@ from sglang_gemma4_yoco.compat import server
 from sglang_gemma4_yoco.compat.captured_prefills import BREAKABLE
 from sglang_gemma4_yoco.patched import patched
 
-#: The step of the resolution that chooses the backends of CUDA graphs. A hook runs in its place in
-#: this process, from its registration on: SGLang cannot unregister it.
-STEP = "handle_cuda_graph_config"
-#: The argument whose declaration by this package says that the hook turns captured prefills on.
-GRAPHS = "cuda_graph_config"
 # The source of this package's declarations, which SGLang keeps with the arguments, also in the
 # processes that it starts.
 _SOURCE = "sglang_gemma4_yoco"
-_PREFILL = "prefill"
 
 
 def reading(args: ServerArgs) -> AbstractContextManager[None]:
@@ -46,7 +40,7 @@ def admit_multimodal(config: ModelConfig) -> AbstractContextManager[None]:
 
 
 def note_hook(args: ServerArgs, **fields: Any) -> None:
-    """Note with the arguments that the hook has run; with ``GRAPHS``, that it turns prefills on."""
+    """Note with the arguments that the hook has run; any field says that it turns prefills on."""
     declare_resolution(args, _SOURCE, **fields)
 
 
@@ -59,7 +53,7 @@ def list_notes(args: Any = None) -> list[dict[str, Any]]:
 def turns_prefills_on(args: Any = None) -> bool:
     """Return True if captured prefills are on, if they are, because of the hook and of no flag."""
     named = getattr(args or server.find_server_args(), "_cuda_graph_config_locked", ())
-    return any(list_notes(args)) and (_PREFILL, "backend") not in named
+    return any(list_notes(args)) and ("prefill", "backend") not in named
 
 
 def bound_prefills(args: ServerArgs, largest: int) -> str | None:
@@ -68,13 +62,15 @@ def bound_prefills(args: ServerArgs, largest: int) -> str | None:
     Returns:
         The sizes, in words; None if captured prefills are off, or if a flag names their backend.
     """
-    config = resolution_result(args, GRAPHS)
+    config = resolution_result(args, "cuda_graph_config")
     prefill, chunk = config.prefill, resolution_result(args, "chunked_prefill_size")
     if prefill.backend != BREAKABLE or not turns_prefills_on(args):
         return None
-    if prefill.max_bs is not None or prefill.bs is not None:
+    if prefill.max_bs or prefill.bs:
         return "the sizes that the flags name"
-    if chunk is not None and chunk > 0:
+    if chunk and chunk > 0:  # -1: prompts are not divided
         largest = min(largest, chunk)
-    note_hook(args, **{GRAPHS: cuda_graph_config.with_phase(config, _PREFILL, max_bs=largest)})
+    note_hook(
+        args, cuda_graph_config=cuda_graph_config.with_phase(config, "prefill", max_bs=largest)
+    )
     return f"up to {largest} tokens"

@@ -51,7 +51,7 @@ def run_prefill(
 def make_inputs(state: ModelState, plan: Plan) -> PerLayerInputs:
     """Return the per-layer inputs of this forward, split at the cut."""
     buffers = None
-    if plan.runner is not None:
+    if plan.runner:
         buffers = plan.runner.buffers
     return PerLayerInputs(
         state.model,
@@ -86,7 +86,7 @@ def finish_prefill(
         raise NotCuttableError(OTHER_INPUTS)
     k, v = state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)
     write_donor_keys_and_values(state, plan, k, v)
-    if plan.runner is not None:
+    if plan.runner:
         kept = plan.runner.run(rows, positions, inputs.get_kept)
         output.index_copy_(0, plan.kept_batch.index, kept)
 

@@ -37,10 +37,16 @@ class EagerTail:
     ) -> Tensor:
         """Return the kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
         state, batch, index = self.state, self.kept_batch.batch, self.kept_batch.index
-        kept, kept_positions = rows.index_select(0, index), positions.index_select(0, index)
+
+        kept_positions = positions.index_select(0, index)
         fields = {**self.kept_batch.fields, "positions": kept_positions}
         inputs = get_inputs()
         with self.backends.running_tail(batch, fields, self.metadata):
             return state.adapter.run_tail(
-                state.model, state.tail_layers, batch, kept, kept_positions, inputs
+                state.model,
+                state.tail_layers,
+                batch,
+                rows.index_select(0, index),
+                kept_positions,
+                inputs,
             )

@@ -65,21 +65,22 @@ def check_eligibility(state: ModelState, forward_batch: ForwardBatch) -> Eligibl
     mode = forward_batch.forward_mode
     if not is_prefill(mode):
         return Refusal(f"forward mode {getattr(mode, 'name', mode)}", is_logged=False)
-    if state.off_because is not None:
+    if state.off_because:
         return state.off_because
-    if state.front is None and compat.attention.is_capturing():
+    if not state.front and compat.attention.is_capturing():
         return CAPTURING
     reason = _check_fields(state, forward_batch) or _check_lengths(forward_batch)
-    if reason is not None:
+    if reason:
         return reason
     # The rows follow from the lengths, which are known now.
-    kept, intermediate = find_kept_rows(forward_batch), is_intermediate_chunk(forward_batch)
+    kept = find_kept_rows(forward_batch)
+    intermediate = is_intermediate_chunk(forward_batch)
     bucket = None
-    if state.captured is not None and not intermediate:
+    if state.captured and not intermediate:
         bucket = state.captured.bucket_for(kept)
     eligible = Eligible(kept, intermediate, bucket)
     reason = _check_rows(state, forward_batch, eligible)
-    if reason is None and state.front is not None:
+    if not reason and state.front:
         reason = state.front.find_refusal(eligible, on_gpu=state.on_gpu)
     return reason or eligible
 
@@ -99,8 +100,7 @@ def _check_fields(state: ModelState, forward_batch: ForwardBatch) -> Refusal | N
     last_rows = (None, CaptureHiddenMode.NULL, CaptureHiddenMode.LAST)
     if forward_batch.capture_hidden_mode not in last_rows and drafts != _CAPTURES_FULL:
         return HIDDEN_STATES
-    adapters = forward_batch.lora_ids or ()
-    if any(adapter is not None for adapter in adapters):
+    if any(adapter is not None for adapter in forward_batch.lora_ids or ()):
         return LORA
     return None
 
@@ -118,7 +118,8 @@ def _check_lengths(forward_batch: ForwardBatch) -> Refusal | None:
     prefixes = forward_batch.extend_prefix_lens_cpu
     if type(lens) is not list or type(prefixes) is not list:
         return UNKNOWN_LENGTHS
-    total, input_ids = sum(lens), forward_batch.input_ids
+    total = sum(lens)
+    input_ids = forward_batch.input_ids
     if (
         not len(lens) == len(prefixes) == len(forward_batch.seq_lens)
         or min(lens, default=0) < 1
@@ -135,7 +136,8 @@ def _check_lengths(forward_batch: ForwardBatch) -> Refusal | None:
 
 def find_kept_rows(forward_batch: ForwardBatch) -> KeptRows:
     """Return the rows of an extend batch whose logits the sampler and the logprobs read."""
-    lens, prefix_lens = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+    lens = forward_batch.extend_seq_lens_cpu
+    prefix_lens = forward_batch.extend_prefix_lens_cpu
     assert lens is not None, "the batch is eligible"
     assert prefix_lens is not None, "the batch is eligible"
     starts = None
@@ -159,7 +161,7 @@ def is_intermediate_chunk(forward_batch: ForwardBatch) -> bool:
     if sampling is not None and sampling.has_custom_logit_processor:
         return False
     capture = forward_batch.capture_hidden_mode
-    if capture not in (None, CaptureHiddenMode.NULL) or _find_drafts(forward_batch) is not None:
+    if capture not in (None, CaptureHiddenMode.NULL) or _find_drafts(forward_batch):
         return False
     lens = forward_batch.extend_seq_lens_cpu or ()
     if min(lens, default=1) == 1:
@@ -179,9 +181,14 @@ def _check_rows(
     read = kept.count
     if eligible.is_intermediate_chunk:
         read = 0
-    eager = eligible.bucket is None and read > 0
-    minimum = settings.current.min_skipped_rows
-    if not worth.is_worth_cutting(kept.total, read, minimum, eager=eager, on_gpu=state.on_gpu):
+
+    if not worth.is_worth_cutting(
+        kept.total,
+        read,
+        settings.current.min_skipped_rows,
+        eager=eligible.bucket is None and read > 0,
+        on_gpu=state.on_gpu,
+    ):
         return TOO_LITTLE
     if not is_multimodal(forward_batch):
         return None

@@ -68,8 +68,9 @@ def wrap_model_forward(stock: Method) -> Method:
         run = partial(
             stock, self, input_ids, positions, forward_batch, input_embeds, *args, **kwargs
         )
-        eager = EagerForward(state, positions, input_embeds, run)
-        return serve_forward(state, forward_batch, eager)
+        return serve_forward(
+            state, forward_batch, EagerForward(state, positions, input_embeds, run)
+        )
 
     return forward
 
@@ -107,11 +108,11 @@ def serve_forward(state: ModelState, forward_batch: ForwardBatch, forward: Forwa
 
 def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> ModelOutput:
     output = forward.fast(plan)
-    if state.after_cut is not None:
+    if state.after_cut:
         output = state.after_cut(forward, plan, output)
     kept = plan.kept_batch.kept
     computed = 0
-    if plan.runner is not None:
+    if plan.runner:
         computed = kept.count
     state.counters.count_cut(
         lambda: f"{type(state.model).__name__}, {state.describe()}",

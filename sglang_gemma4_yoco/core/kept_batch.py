@@ -84,7 +84,8 @@ class KeptRows:
         kept = np.ones_like(new)
         if logprob_starts is not None:
             kept = np.clip(new - logprob_starts, 1, new)
-        ends, kept_ends = new.cumsum(), kept.cumsum()
+        ends = new.cumsum()
+        kept_ends = kept.cumsum()
         count = int(kept_ends[-1])
         indices = np.repeat(ends - kept_ends, kept) + np.arange(count)
         return cls(
@@ -206,5 +207,4 @@ def rewrite_batch(
 
     The residual stream, which belongs to the rows, is restored too.
     """
-    stream = forward_batch.residual_stream
-    return patched(forward_batch, residual_stream=stream, **fields)
+    return patched(forward_batch, residual_stream=forward_batch.residual_stream, **fields)

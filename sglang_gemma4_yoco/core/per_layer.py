@@ -48,8 +48,11 @@ def project_layers(
     def project_columns(rows: Tensor) -> tuple[Tensor, None]:
         return functional.linear(rows, weight), None
 
-    config = SimpleNamespace(num_hidden_layers=stop - start)
-    with patched(model, config=config, per_layer_model_projection=project_columns):
+    with patched(
+        model,
+        config=SimpleNamespace(num_hidden_layers=stop - start),
+        per_layer_model_projection=project_columns,
+    ):
         projected: Tensor = type(model).project_per_layer_inputs(model, embeds, embedded)
     return projected
 
@@ -103,13 +106,15 @@ class PerLayerInputs:
             )
             return self._projected
         into_embeds = into_embedded = before_cut = None
-        if self.buffers is not None:
+        if self.buffers:
             into_embeds, into_embedded = self.buffers
         # Copied now: the embeddings are layer 0's residual, which its fused add-norm overwrites.
         self._embeds = torch.index_select(embeds, 0, self.index, out=into_embeds)
         if embedded is not None:
-            before_cut, after_cut = embedded[:, : self.cut], embedded[:, self.cut :]
-            self._embedded = torch.index_select(after_cut, 0, self.index, out=into_embedded)
+            before_cut = embedded[:, : self.cut]
+            self._embedded = torch.index_select(
+                embedded[:, self.cut :], 0, self.index, out=into_embedded
+            )
         return project_layers(self.model, embeds, before_cut, 0, self.cut)
 
     def are_complete(self) -> bool:
@@ -119,13 +124,18 @@ class PerLayerInputs:
         """
         if self._embeds is None:
             return getattr(self.model, "per_layer_model_projection", None) is None
-        return self.buffers is None or (self._embedded is None) == (self.buffers.embedded is None)
+        return not self.buffers or (self._embedded is None) == (self.buffers.embedded is None)
 
     def get_kept(self) -> Tensor | None:
         """Return the tail's per-layer inputs, [B, L - cut, width], or None."""
         if self.split and self._embeds is not None:
-            stop = self.model.config.num_hidden_layers
-            return project_layers(self.model, self._embeds, self._embedded, self.cut, stop)
+            return project_layers(
+                self.model,
+                self._embeds,
+                self._embedded,
+                self.cut,
+                self.model.config.num_hidden_layers,
+            )
         if self._projected is None:
             return None
         return self._projected[:, self.cut :].index_select(0, self.index)

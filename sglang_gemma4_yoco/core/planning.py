@@ -48,17 +48,17 @@ def make_plan(state: ModelState, forward_batch: ForwardBatch) -> Plan | Refusal:
     if isinstance(eligible, Refusal):
         return eligible
     backends = state.backends
-    assert backends is not None, "without a backend of the tail's own no batch is eligible"
+    assert backends, "without a backend of the tail's own no batch is eligible"
     kept_batch = KeptBatch.of(forward_batch, eligible.kept, decodes=backends.decodes)
     runner: TailRunner | None = None
     outcome = counters.TAIL_SKIPPED
-    if eligible.bucket is not None:
+    if eligible.bucket:
         runner = eligible.bucket.fill(forward_batch, kept_batch.index)
         outcome = counters.TAIL_CAPTURED
     elif not eligible.is_intermediate_chunk:
         runner = EagerTail.of(state, backends, kept_batch)
         outcome = counters.TAIL_EAGER
-    if state.front is not None:
+    if state.front:
         outcome = state.front.name_outcome(outcome)
     return Plan(kept_batch, backends, runner, outcome)
 
@@ -84,7 +84,7 @@ def take_plan(state: ModelState, forward_batch: ForwardBatch) -> Plan | Refusal:
         return decided
     if isinstance(decided, Exception):
         raise decided
-    if state.front is None and compat.attention.is_capturing():
+    if not state.front and compat.attention.is_capturing():
         return eligibility.CAPTURING
     if compat.attention.get_current_backend() is not decided.backends.main_backend:
         return NOT_PLANNED

@@ -12,7 +12,7 @@ one machine with one installation, so none lacks the package.
 
 from torch import distributed
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat import server
 
 NOT_ALIKE = "the tensor-parallel ranks were not set up alike"
 
@@ -27,9 +27,9 @@ def find_difference(found: str) -> str | None:
     Returns:
         The reason why no batch may be cut, the same on every rank of the group, or None.
     """
-    if compat.server.is_single_rank():
+    if server.is_single_rank():
         return None
-    group = compat.server.get_tensor_parallel_group()
+    group = server.get_tensor_parallel_group()
     everyone: list[str] = [""] * len(group.ranks)
     distributed.all_gather_object(everyone, found, group=group.cpu_group)
     different = sorted(set(everyone))

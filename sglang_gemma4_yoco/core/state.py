@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -19,10 +19,9 @@ from sglang_gemma4_yoco.core.interfaces import AfterCut, CapturedFront, Captured
 from sglang_gemma4_yoco.core.model import Adapter
 from sglang_gemma4_yoco.core.per_layer import can_be_split
 from sglang_gemma4_yoco.counters import Counters, served
-from sglang_gemma4_yoco.patched import patched
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
-#: The attribute of a model with its ``ModelState``.
+#: The attribute of a model with its ``ModelState``. Checks run forwards with modified copies.
 STATE_ENTRY = "_yoco_state"
 
 _attached: weakref.WeakSet[ModelState] = weakref.WeakSet()
@@ -103,19 +102,20 @@ class ModelState:
     @cached_property
     def on_gpu(self) -> bool:
         """True on any accelerator, where launches take time."""
-        if self.backends is None:
+        if not self.backends:
             return False
         return torch.device(self.backends.tail_backend.device).type != "cpu"
 
     def get_backends(self) -> BackendPair:
         """Return the attention backends; without the tail's own no batch is eligible."""
-        assert self.backends is not None, "the server was refused at start"
+        assert self.backends, "the server was refused at start"
         return self.backends
 
     def describe(self) -> str:
         """Return the cut layer and the attention backends, for the log and /server_info."""
         backends = self.get_backends()
-        main, tail = type(backends.main_backend).__name__, type(backends.tail_backend).__name__
+        main = type(backends.main_backend).__name__
+        tail = type(backends.tail_backend).__name__
         described = (
             f"cut inside layer {self.cut_layer}, after its K and V "
             f"(of {self.model.config.num_hidden_layers} layers), attention by {main}"
@@ -132,16 +132,9 @@ class ModelState:
         """
         self.model.__dict__[STATE_ENTRY] = self
         _attached.add(self)
-        if self.backends is not None:
+        if self.backends:
             span = self.backends.call_after_init(partial(plan_batch, self.model))
             self._patches.enter_context(span)
-
-    def as_current(self) -> AbstractContextManager[None]:
-        """Serve the model with this state in the ``with`` block, instead of the attached one.
-
-        Checks run forwards with modified copies of the attached state.
-        """
-        return patched(self.model, **{STATE_ENTRY: self})
 
     def close(self) -> None:
         """Restore the runner's backend and the model."""

@@ -14,11 +14,6 @@ _ROWS_ON_CPU = 3
 # 1024 tokens lose up to a sixth, those of 1350 and 2048 neither gain nor lose, and those of
 # 8192 are 2.5 times as fast.
 _ROWS_ON_GPU = 1024
-# Hidden size of E2B, and the tokens of the largest prefill that is worth capturing, for it and for
-# wider models. Predicted (benchmark/predicted.json): above these the device is slower than the
-# host's launches of the layers before the cut, so a replay saves nothing.
-_E2B = 1536
-_LARGEST_OF_E2B, _LARGEST = 2048, 1024
 
 
 def is_worth_cutting(
@@ -49,14 +44,3 @@ def is_worth_cutting(
     if on_gpu:
         fewest = _ROWS_ON_GPU
     return skipped >= fewest and skipped * _PART >= total
-
-
-def find_largest_capture(hidden_size: int) -> int:
-    """Return the tokens of the largest prefill that is worth capturing in CUDA graphs.
-
-    >>> find_largest_capture(1536), find_largest_capture(2560)
-    (2048, 1024)
-    """
-    if hidden_size <= _E2B:
-        return _LARGEST_OF_E2B
-    return _LARGEST

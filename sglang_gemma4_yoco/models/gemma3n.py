@@ -55,8 +55,7 @@ ATTENTION_BACKENDS = compat.backends.make_table(compat.backends.GEMMA3N)
 
 def find_unsupported_reason(model: TextModel) -> ServerRefusal | None:
     """Return why this ``Gemma3nTextModel`` cannot be cut, or None."""
-    layer, attention = _causal.Gemma3nDecoderLayer, _causal.Gemma3nAttention
-    return gemma4.find_donor_reason(model, layer, attention)
+    return gemma4.find_donor_reason(model, _causal.Gemma3nDecoderLayer, _causal.Gemma3nAttention)
 
 
 def get_row_shape(model: Gemma3nTextModel) -> tuple[int, ...]:
@@ -78,7 +77,8 @@ def stop_before_cut(model: Gemma3nTextModel, cut: int, project: Method) -> Itera
     """
     layers: list[Any] = list(model.layers)[:cut]
     last = layers.pop()
-    residuals, at_cut = list[Tensor](), list[Tensor]()
+    residuals = []
+    at_cut = []
 
     def run_last(**call: object) -> Tensor:
         residual: Tensor = last(**call)

@@ -71,7 +71,8 @@ def find_donor_reason(
         # The residual of the first layer belongs to the caller and must not be written to.
         return ServerRefusal("there is no layer before the donor")
     layer = model.layers[number]
-    kind, attention = type(layer), type(layer.self_attn)
+    kind = type(layer)
+    attention = type(layer.self_attn)
     if kind is not layer_class:
         return ServerRefusal(f"layer {number} is a {kind.__name__}")
     if attention is not attention_class:
@@ -88,8 +89,9 @@ def share_own_keys_and_values(attention: TextAttention) -> AbstractContextManage
     It shares its own K and V, which are already in the pool. Unnecessary once a layer can be called
     without K and V.
     """
-    own = attention.attn.layer_id
-    return patched(attention, is_kv_shared_layer=True, kv_shared_layer_index=own)
+    return patched(
+        attention, is_kv_shared_layer=True, kv_shared_layer_index=attention.attn.layer_id
+    )
 
 
 def get_row_shape(model: TextModel) -> tuple[int, ...]:
@@ -148,14 +150,16 @@ def project_keys_and_values(
     Returns:
         ``(k, v)``, each [T, kv_heads, head_dim].
     """
-    projection, start = attention.qkv_proj, attention.q_size
+    projection = attention.qkv_proj
+    start = attention.q_size
     if compat.layers.is_plain_linear(projection):
         both = functional.linear(normed, projection.weight[start:])
     else:
         all_columns, _bias = projection(normed)
         both = all_columns[:, start:]
     k, v = both.split([attention.kv_size, attention.kv_size], dim=-1)
-    heads, head_dim = attention.num_kv_heads, attention.head_dim
+    heads = attention.num_kv_heads
+    head_dim = attention.head_dim
     k = _norm_heads(attention.k_norm, k, heads, head_dim)
     v = _norm_heads(attention.v_norm, v, heads, head_dim)
     # The rotary embedding requires queries as well as keys.

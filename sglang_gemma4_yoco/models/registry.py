@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat import names
 from sglang_gemma4_yoco.compat.server import ModelRunner
 from sglang_gemma4_yoco.compat.text_model import TextModel
 from sglang_gemma4_yoco.core.model import Adapter
@@ -15,10 +15,10 @@ MODELS: list[Adapter] = [gemma4, gemma3n]
 
 def list_text_models() -> dict[type[TextModel], Adapter]:
     """Return SGLang's text model classes and their adapters, even if it lacks other symbols."""
-    found = dict[type[TextModel], Adapter]()
+    found = {}
     for adapter in MODELS:
-        text_model = compat.names.find_object(adapter.SGLANG.text_model)
-        if text_model is not None:
+        text_model = names.find_object(adapter.SGLANG.text_model)
+        if text_model:
             found[text_model] = adapter
     return found
 
@@ -26,7 +26,7 @@ def list_text_models() -> dict[type[TextModel], Adapter]:
 def list_cuttable_models() -> list[type[TextModel]]:
     """Return the text model classes whose symbols SGLang has."""
     known = list_text_models().items()
-    return [model for model, adapter in known if compat.names.find_missing(adapter.SGLANG) is None]
+    return [model for model, adapter in known if names.find_missing(adapter.SGLANG) is None]
 
 
 def find_adapter(model: TextModel) -> Adapter:
@@ -55,5 +55,8 @@ def list_served_models(runner: ModelRunner) -> list[TextModel]:
         return []
     modules: Any = getattr(runner.model, "modules", list)  # on MLX it is not a PyTorch module
     known: Any = tuple(list_text_models())
-    models = [model for model in modules() if isinstance(model, known)]
-    return [model for model in models if first_shared_layer(model.config) is not None]
+    return [
+        model
+        for model in modules()
+        if isinstance(model, known) and first_shared_layer(model.config)
+    ]

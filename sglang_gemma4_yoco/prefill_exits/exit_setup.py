@@ -8,6 +8,7 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking import exit_check, rounding, self_check, synthetic_requests
@@ -44,7 +45,7 @@ def _is_repaired_for(state: ModelState) -> bool:
 
     Not on a server of which no batch may be cut: that setup was never tested.
     """
-    return state.adapter.LEAVES_CAPTURED_PREFILLS and state.off_because is None and is_repaired()
+    return state.adapter.LEAVES_CAPTURED_PREFILLS and not state.off_because and is_repaired()
 
 
 def repair_capture(runner: ModelRunner, state: ModelState) -> AbstractContextManager[None]:
@@ -53,12 +54,10 @@ def repair_capture(runner: ModelRunner, state: ModelState) -> AbstractContextMan
     Unnecessary once SGLang has both changes of ``compat.captured_prefills``; the exits still are.
     """
     if not _is_repaired_for(state):
-        backend = compat.server.get_cuda_graph_backend("prefill")
-        if backend is not None and not compat.release.has_exits():
+        if compat.server.get_cuda_graph_backend("prefill") and not compat.release.has_exits():
             log.log_once(
-                f"YOCO fast prefill: prefill CUDA graphs need SGLang {compat.release.LAST_TESTED}, "
-                "and this one may not start with them: --cuda-graph-backend-prefill=disabled "
-                "starts it",
+                "YOCO fast prefill: the capture of prefill CUDA graphs is not fixed for this "
+                "SGLang, which may not start: --cuda-graph-backend-prefill=disabled starts it",
                 logging.WARNING,
             )
         return nullcontext()
@@ -67,8 +66,9 @@ def repair_capture(runner: ModelRunner, state: ModelState) -> AbstractContextMan
         f"({compat.captured_prefills.SHARED_LAYER_IDS}); {settings.name_of('prefill_graphs')}=0 "
         "disables the fix"
     )
-    donor = state.tail_layers[0].self_attn.attn
-    return compat.captured_prefills.capture_with_exits(state.model, runner.model.config, donor)
+    return compat.captured_prefills.capture_with_exits(
+        state.model, runner.model.config, state.tail_layers[0].self_attn.attn
+    )
 
 
 def add_closed_exits(runner: ModelRunner, state: ModelState) -> None:
@@ -117,15 +117,20 @@ def open_exits(runner: ModelRunner, state: ModelState) -> None:
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
     exits.are_open = checked.agrees and differ is None
     if exits.are_open:
-        sizes = compat.captured_prefills.list_sizes(runner)
-        fact = f"open after {state.cut_layer + 1} segments, in {len(sizes)} graphs of up to "
-        fact, level = f"{fact}{sizes[-1]} tokens", logging.INFO
+        graphs: Any = compat.server.read_argument("cuda_graph_config")
+        sizes = graphs.prefill.bs
+        level = logging.INFO
+        fact = (
+            f"open after {state.cut_layer + 1} segments, in {len(sizes)} graphs of up to "
+            f"{sizes[-1]} tokens"
+        )
     else:
         reason = differ or f"the check found {checked.worst}"
         remedy = "with --cuda-graph-backend-prefill=disabled prefills are cut"
         if compat.resolution.turns_prefills_on():
             remedy = "these graphs are dropped, and prefills are cut without them"
-        fact, level = f"closed: {reason}; {remedy}", logging.ERROR
+        fact = f"closed: {reason}; {remedy}"
+        level = logging.ERROR
     state.report.exits = fact
     log.log_once(f"YOCO fast prefill: exits from captured prefills are {fact}", level)
 

@@ -10,26 +10,30 @@ import logging
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.admission import arguments
-from sglang_gemma4_yoco.core import worth
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup.guard import guarded
 
-VARIABLE = f"{settings.name_of('prefill_graphs')}=1"
-_FAILED = f"YOCO fast prefill: {VARIABLE} failed"
+_VARIABLE = f"{settings.name_of('prefill_graphs')}=1"
+_FAILED = f"YOCO fast prefill: {_VARIABLE} failed"
 NOT_THERE = "in this release of SGLang captured prefills are not cut"
 NOT_CUDA = "SGLang captures prefills by default on CUDA only"
 STANDALONE = "with STANDALONE SGLang would capture prefills of the draft model too"
 NOT_CHOSEN = "the flags, or SGLang's rules for them, choose the backend"
-# SGLang makes these FROZEN_KV_MTP in a later step if the draft model is Gemma 4's assistant.
-_MAY_BE_MTP = ("EAGLE", "NEXTN")
+# The tokens of the largest prefill that is captured, for the hidden size of E2B and for wider
+# models. Predicted (benchmark/predicted.json): above these the device is slower than the host's
+# launches of the layers before the cut, so a replay saves nothing.
+_WIDTH_OF_E2B = 1536
+_LARGEST_OF_E2B = 2048
+_LARGEST = 1024
 
 
 def register_hook() -> None:
     """Register the hook in this process if the setting asks for it. Never raises."""
     if settings.current.prefill_graphs:
         with guarded(_FAILED):
-            compat.resolution.register_resolution_hook(compat.resolution.STEP)(resolve)
+            # From now on ``resolve`` runs in place of this step: SGLang cannot unregister it.
+            compat.resolution.register_resolution_hook("handle_cuda_graph_config")(resolve)
 
 
 def resolve(args: compat.resolution.ServerArgs, previous: compat.Method) -> None:
@@ -43,13 +47,18 @@ def resolve(args: compat.resolution.ServerArgs, previous: compat.Method) -> None
     with compat.resolution.admit_multimodal(config):
         previous(args)
     with guarded(_FAILED):
-        largest = worth.find_largest_capture(config.hf_text_config.hidden_size)
+        largest = _LARGEST
+        if config.hf_text_config.hidden_size <= _WIDTH_OF_E2B:
+            largest = _LARGEST_OF_E2B
         sizes = compat.resolution.bound_prefills(args, largest)
-        fact = f"has no effect: {NOT_CHOSEN}"
-        if sizes is not None:
-            fact = f"turns SGLang's CUDA graphs on for prefills of {sizes}; SGLang reserves 8 MB "
-            fact += "of GPU memory for each captured size"
-        _say(fact)
+        if sizes is None:
+            say_without_effect(NOT_CHOSEN)
+            return
+        log.log_once(
+            f"YOCO fast prefill: {_VARIABLE} turns SGLang's CUDA graphs on for prefills of "
+            f"{sizes}; SGLang reserves 8 MB of GPU memory for each captured size",
+            logging.WARNING,
+        )
 
 
 def _admit(args: compat.resolution.ServerArgs) -> compat.resolution.ModelConfig | None:
@@ -62,9 +71,9 @@ def _admit(args: compat.resolution.ServerArgs) -> compat.resolution.ModelConfig 
         return None
     with compat.resolution.reading(args):
         reason = find_reason()
-        graphs = compat.server.read_argument(compat.resolution.GRAPHS)
-    if reason is not None:
-        _say(f"has no effect: {reason}")
+        graphs = compat.server.read_argument("cuda_graph_config")
+    if reason:
+        say_without_effect(reason)
         return None
     compat.resolution.note_hook(args, cuda_graph_config=graphs)
     return config
@@ -83,11 +92,13 @@ def find_reason() -> object | None:
     if algorithm == "STANDALONE":
         return STANDALONE
     reason = arguments.find_server_reason()
-    if reason is arguments.DRAFTS and algorithm in _MAY_BE_MTP:
+    # SGLang makes these FROZEN_KV_MTP in a later step if the draft model is Gemma 4's assistant.
+    if reason is arguments.DRAFTS and algorithm in ("EAGLE", "NEXTN"):
         return None
     return reason
 
 
-def _say(fact: str) -> None:
-    # A warning: logging may not be configured yet.
-    log.log_once(f"YOCO fast prefill: {VARIABLE} {fact}", logging.WARNING)
+def say_without_effect(reason: object) -> None:
+    """Log why the setting turns no prefill graphs on, or not any more."""
+    # Before logging is configured, only warnings are seen.
+    log.log_once(f"YOCO fast prefill: {_VARIABLE} has no effect: {reason}", logging.WARNING)

@@ -13,19 +13,20 @@ from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.models import registry
 
 #: The kernel of the K/V norm is compiled once for few rows and once for many.
-_FEW, _MANY = 2, 257
+_FEW = 2
+_MANY = 257
 
 
 def start_model(runner: ModelRunner, model: TextModel) -> None:
     """Give the model its state, which says whether its prefills may be cut."""
     previous = find_state(model)
-    if previous is not None:
+    if previous:
         previous.close()
     backends, refusal = order.admit(runner, model)
     state = ModelState(model, registry.find_adapter(model), refusal, backends)
     state.attach(planning.plan_batch)
     state.on_close(partial(lifecycle.drop_tail, state))
-    if refusal is not None:
+    if refusal:
         state.turn_off(refusal)
         return
     arguments.note_untested_release()
@@ -40,8 +41,12 @@ def _compile_kernels(runner: ModelRunner, state: ModelState) -> None:
     """
     try:
         for number in _FEW, _MANY:
-            shape = state.adapter.get_row_shape(state.model)
-            rows = torch.zeros(number, *shape, dtype=runner.dtype, device=runner.device)
+            rows = torch.zeros(
+                number,
+                *state.adapter.get_row_shape(state.model),
+                dtype=runner.dtype,
+                device=runner.device,
+            )
             positions = torch.zeros(number, dtype=torch.int64, device=runner.device)
             state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)
     except Exception as failure:  # noqa: BLE001 - any failure falls back to stock later

@@ -11,9 +11,9 @@ from sglang_gemma4_yoco.prefill_exits import exit_setup
 def check_before_serving(runner: compat.server.ModelRunner, state: ModelState) -> None:
     """Run the checks; unless one turns the fast path off, log that it is on."""
     checked = _check_model(runner, state)
-    if state.off_because is None:
+    if not state.off_because:
         exit_setup.open_exits(runner, state)
-    if state.off_because is not None:
+    if state.off_because:
         return
     state.after_cut = audit.make_auditor(runner, state)
     log.log_once(f"YOCO fast prefill {__version__} is on: {state.describe()}, {checked}")
@@ -34,12 +34,12 @@ def _check_model(runner: compat.server.ModelRunner, state: ModelState) -> CheckR
         checked = CheckResult(unchecked=f"it failed: {type(failure).__name__}")
     state.report.check = checked.to_json()
     differ = ranks.find_difference(f"agrees with stock: {checked.agrees}")
-    if state.off_because is not None:  # a forward of the check turned it off, and logged why
+    if state.off_because:  # a forward of the check turned it off, and logged why
         return checked
-    if checked.worst is None and not checked.agrees:
+    if not checked.worst and not checked.agrees:
         state.turn_off_after("nothing was compared", checked.refusal)
     elif not checked.agrees:
         state.turn_off_after(checked, checked.refusal)
-    elif differ is not None:
+    elif differ:
         state.turn_off_after("another rank's result differs", checked.refusal)
     return checked

@@ -1,14 +1,12 @@
 """The moment when SGLang's runner captures its CUDA graphs: capture the tail after them."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import tail_graphs
-from sglang_gemma4_yoco.compat import ModelRunner, TextModel
+from sglang_gemma4_yoco.compat import ModelRunner, TextModel, server
 from sglang_gemma4_yoco.core import kept_batch
 from sglang_gemma4_yoco.core.state import find_state
 from sglang_gemma4_yoco.prefill_exits import exit_setup
@@ -18,11 +16,11 @@ from sglang_gemma4_yoco.startup import checked
 def prepare_capture(runner: ModelRunner, model: TextModel) -> AbstractContextManager[None]:
     """Free the tail's graphs, and return a context in which SGLang captures its own."""
     state = find_state(model)
-    if state is None:
+    if not state:
         return nullcontext()
     # The tail's graphs keep SGLang's decode graphs alive. SGLang drops these before it captures
     # again: the device may not have room for both.
-    compat.server.wait_for_device(runner.device)
+    server.wait_for_device(runner.device)
     lifecycle.drop_tail(state)
     return exit_setup.repair_capture(runner, state)
 
@@ -30,26 +28,25 @@ def prepare_capture(runner: ModelRunner, model: TextModel) -> AbstractContextMan
 def set_up(runner: ModelRunner, model: TextModel) -> None:
     """Capture the tail; the first time, run the checks too."""
     state = find_state(model)
-    if state is None:
+    if not state:
         return
     exit_setup.add_closed_exits(runner, state)
-    if state.off_because is not None:
+    if state.off_because:
         return
     with restore_generators(runner.device):
         # At a recapture the server is already serving. SGLang's scheduler captures between two
         # batches and may have launched the last one on another stream. Synchronize before anything
         # is freed, zeroed or used.
-        compat.server.wait_for_device(runner.device)
+        server.wait_for_device(runner.device)
         lifecycle.capture_tail(runner, state, tail_graphs.check_graphs)
         if not state.serves:
             checked.check_before_serving(runner, state)
     state.serves = True
-    if state.off_because is None:
+    if not state.off_because:
         kept_batch.pin_memory(runner.device)
 
 
-@contextmanager
-def restore_generators(device: str) -> Iterator[None]:
+def restore_generators(device: str) -> AbstractContextManager[None]:
     """Restore the state of PyTorch's random generators after the block.
 
     Otherwise a check of layers that draw random numbers, as stochastic rounding does, would change
@@ -59,5 +56,4 @@ def restore_generators(device: str) -> Iterator[None]:
     on_device = []
     if kind != "cpu":
         on_device.append(torch.get_device_module(kind).current_device())
-    with torch.random.fork_rng(on_device, device_type=kind):
-        yield
+    return torch.random.fork_rng(on_device, device_type=kind)

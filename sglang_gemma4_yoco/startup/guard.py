@@ -34,7 +34,7 @@ def guarded(failed: str, models: Sequence[TextModel] = ()) -> Iterator[None]:
         log.log_failure(failed, failure)
         for model in models:
             state = find_state(model)
-            if state is None:
+            if not state:
                 state = ModelState(model, registry.find_adapter(model), NOT_SET_UP)
                 state.attach(planning.plan_batch)
             state.turn_off_after(type(failure).__name__, NOT_SET_UP)

@@ -32,7 +32,7 @@ def patch_sglang() -> None:
     global installed
     compat.names.check_names(eligibility.FIELDS_BY_NAME)
     # Look up all of them first: if SGLang lacks one, nothing is changed.
-    methods = dict[tuple[type, str], Method]()
+    methods = {}
     for model in _find_cuttable_models():
         methods[model, "forward"] = wrap_forward(model)
     for (owner, name), wrap in WRAPPED.items():

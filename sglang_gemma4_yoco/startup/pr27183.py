@@ -61,10 +61,12 @@ def _yoco_truncate_to_last_tokens(
     if not isinstance(hidden_states, Tensor):  # some commits of #27183 have another order
         raise TypeError("expected hidden_states, positions, per_layer_inputs, forward_batch")
     main = compat.attention.get_current_backend()
-    assert main is not None, "it is called in a forward"
-    kept = eligibility.find_kept_rows(forward_batch)
-    as_decode = not compat.release.is_newer_than_tested()
-    kept_batch = KeptBatch.of(forward_batch, kept, decodes=as_decode)
+    assert main, "it is called in a forward"
+    kept_batch = KeptBatch.of(
+        forward_batch,
+        eligibility.find_kept_rows(forward_batch),
+        decodes=not compat.release.is_newer_than_tested(),
+    )
     if per_layer_inputs is not None:
         per_layer_inputs = per_layer_inputs.index_select(0, kept_batch.index)
     rows = hidden_states.index_select(0, kept_batch.index)
@@ -89,11 +91,12 @@ def list_helpers() -> dict[tuple[type, str], Method]:
     Raises:
         compat.release.IncompatibleError: another patch has added them.
     """
-    if compat.server.has_fast_prefill() or compat.names.find_missing(gemma4.SGLANG) is not None:
+    if compat.server.has_fast_prefill() or compat.names.find_missing(gemma4.SGLANG):
         return {}
     model: Any = compat.names.find_object(gemma4.SGLANG.text_model)
     for helper in HELPERS:
         if hasattr(model, helper.__name__):
-            why = f"{model.__name__} already has {helper.__name__}: remove the patch that adds it"
-            raise compat.release.IncompatibleError(why)
+            raise compat.release.IncompatibleError(
+                f"{model.__name__} already has {helper.__name__}: remove the patch that adds it"
+            )
     return {(model, helper.__name__): helper for helper in HELPERS}

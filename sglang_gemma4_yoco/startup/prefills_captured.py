@@ -6,17 +6,16 @@ fails: it starts as if the setting were unset. Graphs that a flag names are the 
 """
 
 import functools
-import logging
 import traceback
 
 from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco.metrics import NO_MODEL
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.prefill_exits import exit_setup
-from sglang_gemma4_yoco.startup.arguments_resolved import VARIABLE
+from sglang_gemma4_yoco.startup.arguments_resolved import say_without_effect
 from sglang_gemma4_yoco.startup.guard import guarded
 
 _FAILED = "YOCO fast prefill: keeping or dropping captured prefills failed"
-NO_MODEL = "no model with a KV-shared tail is served"
 NOT_CAPTURED = "SGLang's capture of CUDA graphs failed"
 NOT_RESOLVED = (
     "this program resolved the server arguments before SGLang loaded its plugins: call "
@@ -55,7 +54,7 @@ def _are_on(runner: compat.ModelRunner) -> bool:
     return (
         not getattr(runner, "is_draft_worker", False)
         and compat.resolution.turns_prefills_on()
-        and compat.server.get_cuda_graph_backend("prefill") is not None
+        and bool(compat.server.get_cuda_graph_backend("prefill"))
     )
 
 
@@ -65,20 +64,14 @@ def _drop_unless_cut(runner: compat.ModelRunner) -> None:
     for model in registry.list_served_models(runner):
         reason = exit_setup.find_uncut_reason(runner, model)
     if _are_on(runner):
-        if reason is not None:
+        if reason:
             _drop(runner, reason)
-    elif (
-        reason is None
-        and not compat.resolution.list_notes()
-        and compat.server.get_cuda_graph_backend("prefill") is None
+    elif not (
+        reason or compat.resolution.list_notes() or compat.server.get_cuda_graph_backend("prefill")
     ):
-        _warn(NOT_RESOLVED)
+        say_without_effect(NOT_RESOLVED)
 
 
 def _drop(runner: compat.ModelRunner, reason: object) -> None:
     compat.captured_prefills.drop(runner)
-    _warn(f"SGLang keeps no captured prefill: {reason}")
-
-
-def _warn(reason: str) -> None:
-    log.log_once(f"YOCO fast prefill: {VARIABLE} has no effect: {reason}", logging.WARNING)
+    say_without_effect(f"SGLang keeps no captured prefill: {reason}")

@@ -53,7 +53,7 @@ def wrap_reports() -> None:
     """Wrap the methods that SGLang has, and warn about the others."""
     for (path, name), wrap in OPTIONAL.items():
         owner = compat.names.find_object(path)
-        if owner is not None and hasattr(owner, name):
+        if owner and hasattr(owner, name):
             setattr(owner, name, wrap(getattr(owner, name)))
             continue
         missing = f"{path}.{name}"

@@ -50,10 +50,16 @@ class Answer:
     def of(cls, reply: Document, seconds: float = 0.0) -> Answer:
         """Read SGLang's reply to /generate."""
         about = reply["meta_info"]
-        generated, read = (_read_positions(about, part) for part in ("output", "input"))
+        read = _read_positions(about, "input")
         if read and math.isnan(read[0].logprob):  # nothing comes before a prompt's first token
             read = read[1:]
-        return cls(generated, read, about["cached_tokens"], seconds, reply.get("text", ""))
+        return cls(
+            _read_positions(about, "output"),
+            read,
+            about["cached_tokens"],
+            seconds,
+            reply.get("text", ""),
+        )
 
 
 def _read_positions(about: Document, part: str) -> tuple[Position, ...]:
@@ -128,7 +134,7 @@ def _list_differences(left: Iterable[Position], right: Iterable[Position]) -> li
     """Return the differences up to the first two tokens that differ; inf where only one goes on."""
     differences: list[float] = []
     for mine, yours in zip_longest(left, right):
-        if mine is None or yours is None:
+        if not (mine and yours):
             return [*differences, math.inf]
         differences.append(_measure_difference(mine, yours))
         if mine.token != yours.token:
@@ -178,7 +184,8 @@ def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool
     # Most tokens come from decode steps, the same in both servers: they would hide the first ones.
     for what, part in (("those of prefills alone", "prefilled"), ("all", "logprobs")):
         own = [getattr(kind, part) for kind in noise]
-        usual, most = max(map(statistics.fmean, own)), max(map(max, own))
+        usual = max(map(statistics.fmean, own))
+        most = max(map(max, own))
         # 0.05 if stock does not differ from itself: bfloat16 has 8 bits.
         limit = 3 * usual + most / max(fast.answers // 2, 1) + 0.05
         differences = sorted(getattr(fast, part))

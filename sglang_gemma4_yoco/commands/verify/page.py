@@ -64,8 +64,8 @@ def format_report(document: Document) -> str:
     lines = []
     for title, rows in _make_tables(document).items():
         lines += [title, *_align(rows), ""]
-    verdict = f"{VERDICTS[document['agrees']]} {RULES[document['exact']]}"
-    return "\n".join([*lines, *_make_notes(document), verdict])
+    lines += [*_make_notes(document), f"{VERDICTS[document['agrees']]} {RULES[document['exact']]}"]
+    return "\n".join(lines)
 
 
 def _align(rows: Rows) -> list[str]:
@@ -78,11 +78,7 @@ def render_page(document: Document) -> str:
     from jinja2 import StrictUndefined, Template  # comes with PyTorch
 
     template: Template = Template(
-        _TEMPLATE.read_text("utf-8"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        _TEMPLATE.read_text("utf-8"), autoescape=True, undefined=StrictUndefined
     )
     return template.render(
         document=document,

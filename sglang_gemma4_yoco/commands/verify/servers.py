@@ -56,18 +56,14 @@ class Server:
             # A checkout in this folder would hide the installed package.
             "PYTHONSAFEPATH": "1",
         }
+        self.url = f"http://127.0.0.1:{port}"
         self._http = https.make_session(self.url)
         self._checked = Counter[str]()  # the prefills that ``take_forwards`` has returned
 
-    @property
-    def url(self) -> str:
-        """The server's base URL."""
-        return f"http://127.0.0.1:{self.port}"
-
     def command(self) -> list[str]:
         """Return the arguments of the Python interpreter."""
-        address = ("--host", "127.0.0.1", "--port", str(self.port))
-        return ["-m", "sglang.launch_server", *self.arguments, *address]
+        words = ["-m", "sglang.launch_server", *self.arguments]
+        return [*words, "--host", "127.0.0.1", "--port", str(self.port)]
 
     def start(self) -> None:
         """Start it; ``stop`` ends it."""
@@ -161,7 +157,8 @@ class Server:
 
     def take_forwards(self) -> Counter[str]:
         """Return the prefill forwards of all schedulers since the last call, by outcome."""
-        before, self._checked = self._checked, Counter()
+        before = self._checked
+        self._checked = Counter()
         for state in self.states():
             self._checked.update(state.get(status.ENTRY, {}).get("forwards"))
         return self._checked - before
@@ -194,9 +191,9 @@ def make_pair(arguments: Sequence[str], folder: Path, *, device: str) -> tuple[S
     if device == "cpu":
         # An idle scheduler spins, and would take a core from the server that is measured.
         flags = ["--device", "cpu", "--sleep-on-idle", *arguments]
-    ports = find_free_ports(2)
-    stock = Server(False, flags, ports[0], folder / "server-off.log")
-    return stock, Server(True, flags, ports[1], folder / "server-on.log")
+    off, on = find_free_ports(2)
+    stock = Server(False, flags, off, folder / "server-off.log")
+    return stock, Server(True, flags, on, folder / "server-on.log")
 
 
 @contextmanager

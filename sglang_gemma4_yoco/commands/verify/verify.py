@@ -53,7 +53,8 @@ from sglang_gemma4_yoco.commands.verify.servers import Server, WrongPathError
 # Rounds of requests. Timed prompts, too, are sent one at a time.
 ALONE, AT_ONCE, TIMED = "one at a time", "several at once", "timed"
 # Stock's repetitions of the prompts that were sent one at a time.
-AGAIN, CACHED = "in identical batches", "from the prefix cache"
+AGAIN = "in identical batches"
+CACHED = "from the prefix cache"
 _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
 _OWN_FLAGS = ("--model-path", "--model=", "--model ", "--device", "--ssl-")
 
@@ -212,8 +213,7 @@ def send_at_once(server: Server, prompts: Sequence[Prompt], found: VerifyResult)
     """Send all prompts to a running server, several at a time."""
     pool = ThreadPoolExecutor(8)
     try:
-        answers = pool.map(partial(send_prompt, server), prompts)
-        found.answers[server.fast, AT_ONCE].extend(answers)
+        found.answers[server.fast, AT_ONCE] += pool.map(partial(send_prompt, server), prompts)
     finally:  # without waiting: after an interrupt their server is stopped next
         pool.shutdown(wait=False, cancel_futures=True)
     end_round(server, found, AT_ONCE)
@@ -240,9 +240,9 @@ def compare_by_kind(
     pairs = defaultdict(list)
     for way in ways:
         # Timed prompts, the last ones, are not sent at once.
-        both = zip(answers[False, ALONE], answers[way], strict=False)
-        for prompt, pair in zip(prompts, both, strict=False):
-            pairs[prompt.kind].append(pair)
+        both = zip(prompts, answers[False, ALONE], answers[way], strict=False)
+        for prompt, stock, other in both:
+            pairs[prompt.kind].append((stock, other))
     return {kind: Comparison.of(compared) for kind, compared in pairs.items()}
 
 
@@ -272,21 +272,23 @@ def summarise_times(prompts: Sequence[Prompt], answers: Answers) -> list[Documen
 def conclude(document: Document, prompts: Sequence[Prompt], found: VerifyResult) -> None:
     """Compare the answers, and put the verdict and all figures into the document."""
     compare = partial(compare_by_kind, prompts, found.answers)
-    compared = {
-        "fast": compare((True, ALONE), (True, AT_ONCE)),
-        "again": compare((False, AGAIN)),
-        "stock": compare((False, AT_ONCE), (False, CACHED)),
-    }
-    fast, again, stock = compared.values()
+    fast = compare((True, ALONE), (True, AT_ONCE))
+    again = compare((False, AGAIN))
+    stock = compare((False, AT_ONCE), (False, CACHED))
     # The fast path need not be more exact than stock is with itself.
     steady = all(difference.is_equal for difference in again.values())
     exact = steady and (document["device"], document["dtype"]) == ("cpu", "float32")
-    problems, agreement = [], {}
+    problems = []
+    agreement = {}
     for kind, difference in fast.items():
         problem = find_problem(difference, [*again.values(), *stock.values()], exact=exact)
-        if problem is not None:
+        if problem:
             problems.append(f"{kind}: {problem}")
-        agreement[kind] = {way: by_kind[kind].figures() for way, by_kind in compared.items()}
+        agreement[kind] = {
+            "fast": difference.figures(),
+            "again": again[kind].figures(),
+            "stock": stock[kind].figures(),
+        }
     if failed := sum(forwards[counters.FAILED] for forwards in found.rounds.values()):
         problems.append(f"{failed} prefills failed on the fast path; see server-on.log")
     times = summarise_times(prompts, found.answers)
@@ -317,7 +319,8 @@ def serve_both(args: argparse.Namespace, document: Document) -> tuple[list[Promp
     if args.in_turn or args.device != "cpu":
         # The fast one goes first: if it is not active there is nothing to measure.
         groups = [[fast], [stock]]
-    prompts, found = list[Prompt](), VerifyResult()
+    prompts = list[Prompt]()
+    found = VerifyResult()
     for group in groups:
         with servers.run_servers(group, 1800):
             prompts = prompts or fit_prompts(document, args, group[0])
@@ -360,10 +363,12 @@ def begin_document(args: argparse.Namespace) -> Document:
 def run(args: argparse.Namespace) -> int:
     """Verify and report; return the exit status."""
     check_arguments(args)
-    args.device, args.output = find_device(args.device), args.output.absolute()
+    args.device = find_device(args.device)
+    args.output = args.output.absolute()
     document = begin_document(args)
     args.output.mkdir(mode=0o700, parents=True, exist_ok=True)
-    as_json, as_page = args.output / "verify.json", args.output / "verify.html"
+    as_json = args.output / "verify.json"
+    as_page = args.output / "verify.html"
     for earlier in (as_json, as_page):
         earlier.unlink(missing_ok=True)
     say(f"Logs and reports: {args.output}")
