@@ -115,15 +115,17 @@ def _server(
 def _prefill_graphs(report: Report, adapter: Adapter) -> None:
     """Report prefill graphs; refuse flags for them with which SGLang would not start."""
     backend = compat.server.get_cuda_graph_backend("prefill")
-    if backend is None and settings.current.prefill_graphs:
-        report.add(
-            "prefill graphs",
-            f"off: {arguments_resolved.find_reason() or arguments_resolved.NOT_CHOSEN}",
-        )
-    if backend is None or compat.release.is_newer_than_tested():
+    may_be_cut = patch.installed and adapter.LEAVES_CAPTURED_PREFILLS
+    if not backend:
+        if may_be_cut and settings.current.prefill_graphs:
+            report.add(
+                "prefill graphs",
+                f"off: {arguments_resolved.find_reason() or arguments_resolved.NOT_CHOSEN}",
+            )
         return
-    is_cut = patch.installed and arguments.find_server_reason() is None
-    if is_cut and adapter.LEAVES_CAPTURED_PREFILLS and exit_setup.is_repaired():
+    if compat.release.is_newer_than_tested():
+        return
+    if may_be_cut and not arguments.find_server_reason() and exit_setup.is_repaired():
         report.add(
             "prefill graphs",
             f"backend {backend!r}: replayed prefills are cut too, if the checks at start pass",

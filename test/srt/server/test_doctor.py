@@ -196,6 +196,22 @@ def test_prefill_graphs(
             assert refusal.endswith("--cuda-graph-backend-prefill=disabled starts it")
 
 
+@pytest.mark.parametrize(
+    ("installed", "kind", "is_said"),
+    [(True, gemma4, True), (False, gemma4, False), (True, gemma3n_model, False)],
+)
+def test_prefill_graphs_that_stay_off(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, kind: Any, is_said: bool
+) -> None:
+    """The setting turns none on without the plugin, nor for Gemma 3n: that needs no reason."""
+    monkeypatch.setattr(patch, "installed", installed)
+    report = Report()
+    with prefill_graphs(Backend.DISABLED), settings.changed(prefill_graphs=True):
+        preflight._prefill_graphs(report, kind)
+    assert bool(report.lines) is is_said
+    assert not report.refusals
+
+
 def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang would not find it, as in a checkout that was never installed."""
     monkeypatch.delenv(command.RESTRICTION, raising=False)
