@@ -508,6 +508,8 @@ def device_time(events: Sequence[Any], device: str) -> dict[str, Any]:
             totals[event.name] += span.end - span.start
             calls[event.name] += 1
             ends += [span.start, span.end]
+    if not ends:
+        raise NotActiveError("the profiler has seen no work of the device: it needs CUPTI")
     busy = totals.total()
     return {
         "device_busy_ms": busy / 1e3,
