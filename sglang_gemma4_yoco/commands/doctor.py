@@ -91,7 +91,7 @@ def _discovery(report: Report) -> None:
     report.begin("Plugins")
     found = sorted(entry.name for entry in entry_points(group=plugin.GROUP))
     allowed = os.environ.get(RESTRICTION) or None
-    report.entries["plugins"] = {"found": found, "restricted_to": allowed}
+    report.entries["plugins"] = {"found": found}
     report.add("found by SGLang", ", ".join(found) or "none")
     if plugin.NAME not in found:
         report.refuse(
@@ -99,6 +99,8 @@ def _discovery(report: Report) -> None:
             "checkout of it"
         )
     if allowed:
-        report.add(RESTRICTION, allowed)
-        if plugin.NAME not in {name.strip() for name in allowed.split(",")}:
-            report.refuse(f"{RESTRICTION}={allowed} leaves {plugin.NAME} out: add it, or unset it")
+        loaded = {name.strip() for name in allowed.split(",")}.intersection(found)
+        report.entries["plugins"]["restricted_to"] = sorted(loaded)
+        report.add(RESTRICTION, f"SGLang loads only {', '.join(sorted(loaded)) or 'none'} of these")
+        if plugin.NAME not in loaded:
+            report.refuse(f"{RESTRICTION} leaves {plugin.NAME} out: add it, or unset it")

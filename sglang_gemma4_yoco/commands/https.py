@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -27,8 +28,21 @@ def make_session(url: str, key: str | None = None) -> requests.Session:
     return client
 
 
+def hide_user(url: str) -> str:
+    """Return an address without user name, password and query, which may be secrets.
+
+    >>> hide_user("http://user:password@localhost:30000/?key=value")
+    'http://localhost:30000/'
+    """
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
+
+
 def explain_failure(failure: BaseException) -> str:
-    """Return why a request failed, and the remedy, in one line."""
+    """Return why a request failed, and the remedy, in one line.
+
+    It quotes nothing that the peer has sent, and no part of the address.
+    """
     cause = failure
     while deeper := cause.__cause__ or cause.__context__:
         cause = deeper
@@ -38,6 +52,10 @@ def explain_failure(failure: BaseException) -> str:
             "issuer's), a host name that it covers, or --insecure"
         )
     why = getattr(cause, "reason", None) or getattr(cause, "strerror", None) or cause
+    if isinstance(failure, ValueError):
+        why = "it is not a valid address"
+    elif isinstance(cause, HTTPException | ValueError):
+        why = "it does not speak HTTP"
     if isinstance(cause, ConnectionRefusedError):
         return f"no answer ({why}): is the server ready, and is this its host and port?"
     return f"no answer ({why}): expected http://HOST:PORT, or https:// if it has a certificate"

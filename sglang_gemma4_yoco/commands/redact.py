@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from sglang_gemma4_yoco.commands.https import API_KEY
+
 #: SGLang's flags whose values are shown: the model, and how it is served. Each takes one value: a
 #: number, a choice, or the model; never free text, JSON or an address.
 SHOWN = (
@@ -25,32 +27,32 @@ SHOWN = (
 )
 
 _NAME = re.compile("--[a-z][a-z0-9_-]*")
-_KEY = re.compile("(?i)secret|passw(or)?d|passphrase|credential|(key|keys|token|tokens|pass|_pwd)$")
 # The parts of a text, of JSON or of an address that may be quoted alone.
 _PART = re.compile(r"[^\s\"'{}\[\],:=@\\]+")
 # Not replaced: reports have such words and numbers too.
 _PLAIN = re.compile(
     r"(?is)\s*|.{1,3}|[-+.\d]{1,9}|https?|auto|b?float\d+|cuda|default|false|none|null|triton|true"
 )
-# Replaced in every address: user name, password, and query.
-_ADDRESS = re.compile(r"(?<=://).+(?=@)|(?<=\?)[^\s\"'<>]*=[^\s\"'<>]*")
 
 _secrets: list[str] = []  # patterns of this process's secrets, the longest secret first
 
 
 def show_flags(flags: Iterable[str]) -> str:
-    """Return the names of a server's flags, with the values of ``SHOWN``, quoted for a shell."""
+    """Return the names of a server's flags, with the values of ``SHOWN``, quoted for a shell.
+
+    A value that is an address is hidden: it may have a password.
+    """
     shown, _ = _split(flags)
     return shlex.join(shown)
 
 
 def learn_secrets(flags: Sequence[str]) -> None:
-    """Register what ``redact`` replaces: values of hidden flags, and keys of the environment.
+    """Register what ``redact`` replaces: values of hidden flags, and the API key.
 
     Those of an earlier call are forgotten.
     """
     _, found = _split([*flags, *_read_config(flags)])
-    found += [value for name, value in os.environ.items() if _KEY.search(name)]
+    found.append(os.environ.get(API_KEY, ""))
     found += _PART.findall("\n".join(found))
     _secrets.clear()
     for secret in sorted(found, key=len, reverse=True):
@@ -64,7 +66,6 @@ def learn_secrets(flags: Sequence[str]) -> None:
 def redact(value: Any) -> Any:
     """Return a text or JSON document with ``...`` for each secret; a document's keys are kept."""
     if isinstance(value, str):
-        value = _ADDRESS.sub("...", value)  # first: a secret may be a part of one
         for secret in _secrets:
             value = re.sub(secret, "...", value)
         return value
@@ -81,12 +82,12 @@ def _split(flags: Iterable[str]) -> tuple[list[str], list[str]]:
     hidden = []
     for before, word in pairwise(["", *flags]):
         name, _, value = word.partition("=")
-        if name in SHOWN:
+        if name in SHOWN and "://" not in value:
             shown.append(word)
         elif _NAME.fullmatch(name):
             shown.append(name)
             hidden.append(value)
-        elif before in SHOWN:
+        elif before in SHOWN and "://" not in word:
             shown.append(word)
         else:
             hidden.append(word)

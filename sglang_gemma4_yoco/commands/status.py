@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands.console import CommandError, Document, say
-from sglang_gemma4_yoco.commands.https import API_KEY, explain_failure, make_session
+from sglang_gemma4_yoco.commands.https import API_KEY, explain_failure, hide_user, make_session
 from sglang_gemma4_yoco.settings import SWITCH
 
 #: The package's key in the internal state of each scheduler.
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_scheme(url: str) -> str:
-    """Return ``url`` with ``http://`` if it has no scheme: only in URLs passwords are redacted."""
+    """Return ``url`` with ``http://`` if it has no scheme."""
     if "://" in url:
         return url
     return f"http://{url}"
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
                 "active": active,
                 "reason": reason,
                 "sglang": sglang,
-                "url": args.url,
+                "url": hide_user(args.url),
                 "schedulers": states,
             }
         )
@@ -112,11 +112,10 @@ def schedulers(args: argparse.Namespace) -> tuple[str, list[Document | None]]:
 
     The entry is None for a scheduler without one.
     """
-    url = args.url
-    address = f"{url.rstrip('/')}/server_info"
+    url = hide_user(args.url)
     try:
-        reply = make_session(url, args.api_key).get(
-            address,
+        reply = make_session(args.url, args.api_key).get(
+            f"{args.url.rstrip('/')}/server_info",
             timeout=30,
             # As an argument: environment variables override a session's own setting.
             verify=not args.insecure and (args.cacert or True),
@@ -132,6 +131,6 @@ def schedulers(args: argparse.Namespace) -> tuple[str, list[Document | None]]:
         return info.get("version"), [state.get(ENTRY) for state in info["internal_states"]]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise CommandError(
-            f"{address} answers {reply.status_code}, not as an SGLang server does: give the "
-            "server's own URL, as http://HOST:PORT"
+            f"{url.rstrip('/')}/server_info answers {reply.status_code}, not as an SGLang server "
+            "does: give the server's own URL, as http://HOST:PORT"
         ) from None

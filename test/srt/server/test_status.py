@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, TCPServer
 from typing import Any
 
 import pytest
@@ -159,6 +160,38 @@ def test_other_http_servers(capsys: Captured) -> None:
     assert refusal(capsys, url).startswith(f"error: {url}: no answer (")  # it has ended
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"hello admin@host\r\n",
+        # The first frame of HTTP/2, as from a gRPC server.
+        b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x05\x00\x00\x40\x00",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nadmin@host\x1b\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: ftp://admin@host/\r\n\r\n",
+        b"",
+    ],
+    ids=["text", "gRPC", "no chunk", "redirected", "nothing"],
+)
+def test_a_peer_that_does_not_speak_http(answer: bytes, capsys: Captured) -> None:
+    """Its bytes are not in the message, which is one line with the address."""
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(4096)
+            self.wfile.write(answer)
+
+    with TCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        line = refusal(capsys, url.replace("://", "://user:password@"))
+        thread.join()
+    assert line.startswith(f"error: {url}: no answer (it ")
+    assert line.endswith(": expected http://HOST:PORT, or https:// if it has a certificate")
+    assert line.isprintable()
+    assert not re.search("admin|host/|password", line)
+
+
 def test_an_address_without_http(capsys: Captured) -> None:
     with http(200, ACTIVE) as url:
         assert report(capsys, url.removeprefix("http://"))[0] == 0
@@ -279,7 +312,7 @@ def test_no_secret_of_a_server_is_shown(
     """The server quotes the keys that it was asked with, at an address with a password."""
     for variable, value in VARIABLES.items():
         monkeypatch.setenv(variable, value)
-    entry = {"active": False, "reason": f"{MARK} is set", "more": {"keys": [*VARIABLES.values()]}}
+    entry = {"active": False, "reason": f"{MARK} is set", "more": {"keys": [VARIABLES[API_KEY]]}}
     with http(200, {"version": MARK, "internal_states": [{ENTRY: entry}]}) as url:
         address = url.replace("://", f"://user:{MARK}@")
         bare = address.removeprefix("http://")
@@ -293,6 +326,8 @@ def test_no_secret_of_a_server_is_shown(
             printed = "\n".join(out)
             assert not list(places(out=printed, err="", folder=tmp_path))
             assert "... is set" in printed
+            if "--json" in how:
+                assert json.loads(printed)["url"] == url
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
 from scripts import command_line, environment
 from sglang_gemma4_yoco.commands import redact
 from sglang_gemma4_yoco.commands.console import CommandError, quote_end
+from sglang_gemma4_yoco.commands.https import API_KEY
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.commands.verify import servers, verify
 
@@ -41,13 +42,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def quoted(flags: list[str]) -> str:
-    """Return an output that quotes flags as SGLang does, with JSON and variables' values."""
+    """Return an output that quotes flags as SGLang does, with JSON and the API key."""
     value = flags[-1]
     if value.startswith("-"):
         value = value.partition("=")[2] or value
     lines = [f"unrecognized arguments: {' '.join(flags)}", f"invalid choice: {value!r}"]
     lines += [f"ServerArgs(model_path='x', api_key={value!r})", json.dumps({"key": value})]
-    return "\n".join([*lines, " ".join(value.split()), *VARIABLES.values()])
+    return "\n".join([*lines, " ".join(value.split()), VARIABLES[API_KEY]])
 
 
 # ---------------------------------------------------------------- verify
@@ -185,6 +186,7 @@ def test_no_secret_is_in_a_result_of_a_script(name: str, capsys: Captured, folde
         ("--chunked-prefill-size -1", "--chunked-prefill-size -1"),
         ("--api_key a-key --dtype --api-key=a-key", "--api_key --dtype --api-key"),
         ("--device cpu a-key -api-key --API-KEY=a-key", "--device cpu"),
+        ("--model-path http://user:a-key@host --model=http://a-key@host", "--model-path --model"),
         ("--device=cpu a-key --model-path 'a model'", "--device=cpu --model-path 'a model'"),
     ],
 )
@@ -220,10 +222,10 @@ def test_reports_keep_their_words() -> None:
 
 
 def test_another_command_has_other_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("A_TOKEN", "second-one")
+    monkeypatch.setenv(API_KEY, "second-one")
     redact.learn_secrets(["--api-key", "first-one"])
     assert redact.redact("first-one second-one") == "... ..."
-    monkeypatch.delenv("A_TOKEN")
+    monkeypatch.delenv(API_KEY)
     redact.learn_secrets([])
     assert redact.redact("first-one second-one") == "first-one second-one"
 
