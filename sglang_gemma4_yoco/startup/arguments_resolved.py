@@ -7,9 +7,10 @@ judged before the capture (``prefills_captured``).
 """
 
 import logging
+import os
 
 from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.admission import arguments
+from sglang_gemma4_yoco.admission import arguments, runner_parts
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup.guard import guarded
@@ -20,6 +21,13 @@ NOT_THERE = "in this release of SGLang captured prefills are not cut"
 NOT_CUDA = "SGLang captures prefills by default on CUDA only"
 STANDALONE = "with STANDALONE SGLang would capture prefills of the draft model too"
 NOT_CHOSEN = "the flags, or SGLang's rules for them, choose the backend"
+# SGLang's variables with which prefills must not be captured, and why.
+_VARIABLES = {
+    compat.server.POSITIONS_VARIABLE: arguments.WRONG_REPLAYS,
+    # SGLang allocates K and V later only if prefills are captured. Then no prefill would be cut.
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": runner_parts.ALLOCATED_LATER,
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "SGLang's memory saver rejects captured prefills",
+}
 # The tokens of the largest prefill that is captured, for the hidden size of E2B and for wider
 # models. Predicted (benchmark/predicted.json): above these the device is slower than the host's
 # launches of the layers before the cut, so a replay saves nothing.
@@ -67,7 +75,13 @@ def _admit(args: compat.resolution.ServerArgs) -> compat.resolution.ModelConfig 
     config: compat.resolution.ModelConfig = compat.resolution.model_config_of(args)
     text = config.hf_text_config
     adapter = registry.find_adapter_by_type(text.model_type)
-    if adapter is None or not adapter.LEAVES_CAPTURED_PREFILLS or first_shared_layer(text) is None:
+    if (
+        adapter is None
+        or not adapter.LEAVES_CAPTURED_PREFILLS
+        or first_shared_layer(text) is None
+        # The settings of now: a later server of this program may run as stock.
+        or not settings.read(os.environ).prefill_graphs
+    ):
         return None
     with compat.resolution.reading(args):
         reason = find_reason()
@@ -87,8 +101,9 @@ def find_reason() -> object | None:
         return NOT_THERE
     if default != compat.captured_prefills.BREAKABLE:
         return NOT_CUDA
-    if compat.server.read_variable(compat.server.POSITIONS_VARIABLE):
-        return arguments.WRONG_REPLAYS
+    for name, wrong in _VARIABLES.items():
+        if compat.server.read_variable(name):
+            return wrong
     if algorithm == "STANDALONE":
         return STANDALONE
     reason = arguments.find_server_reason()

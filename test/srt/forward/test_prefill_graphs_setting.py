@@ -66,6 +66,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     The package is as if it had been loaded with the setting.
     """
     load_plugins()  # first, so that it wraps SGLang's own methods
+    monkeypatch.setenv(settings.name_of("prefill_graphs"), "1")
     registered: dict[str, list[Any]] = {}
     monkeypatch.setattr(resolution_hooks, "_HOOKS", registered)
     monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: BREAKABLE)
@@ -222,9 +223,38 @@ def test_what_else_is_known_before_the_start(hooks: list[Any], models: Path, sai
         assert prefill_of(resolve(models / "E2B"))[0] == DISABLED
     with mock.patch.object(compat.release, "has_exits", return_value=False):
         assert prefill_of(resolve(models / "E4B"))[0] == DISABLED
-    first, second = said(logging.WARNING)
-    assert compat.server.POSITIONS_VARIABLE in first
-    assert arguments_resolved.NOT_THERE in second
+    # With captured prefills K and V are allocated later, and the server is refused.
+    with envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.override(True):
+        assert prefill_of(resolve(models / "E2B"))[0] == DISABLED
+    # With --enable-memory-saver their capture then raises, which ends the start of several ranks.
+    with envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.override(True):
+        assert prefill_of(resolve(models / "E2B"))[0] == DISABLED
+    lines = said(logging.WARNING)
+    reasons = (
+        compat.server.POSITIONS_VARIABLE,
+        arguments_resolved.NOT_THERE,
+        runner_parts.ALLOCATED_LATER.text,
+        "SGLang's memory saver",
+    )
+    assert all(reason in line for reason, line in zip(reasons, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    "changed", [{settings.SWITCH: "0"}, {settings.name_of("prefill_graphs"): "0"}]
+)
+def test_a_later_server_of_the_program(
+    hooks: list[Any],
+    models: Path,
+    said: Said,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, str],
+) -> None:
+    """Its processes would run as stock, which cannot capture these prefills."""
+    assert prefill_of(resolve(models / "E2B"))[0] == BREAKABLE
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    assert prefill_of(resolve(models / "E2B"))[0] == DISABLED
+    assert len(said(logging.WARNING)) == 1
 
 
 @pytest.mark.parametrize("setting", [None, False])
