@@ -19,7 +19,8 @@ EXIT_CAPTURED = "exit_captured"
 EXIT_SKIPPED = "exit_intermediate_chunk"
 FAILED = "failed"
 UNSEEN = "unseen"  # eligible, but run by other code
-CUT = frozenset({TAIL_EAGER, TAIL_CAPTURED, TAIL_SKIPPED, EXIT_CAPTURED, EXIT_SKIPPED})
+TAIL_RAN = frozenset({TAIL_EAGER, TAIL_CAPTURED, EXIT_CAPTURED})
+CUT = TAIL_RAN | {TAIL_SKIPPED, EXIT_SKIPPED}
 
 #: The state of a server with ``_MANY_UNSEEN`` unseen prefills and none cut.
 NOT_CUT = "set up, but no prefill was cut"

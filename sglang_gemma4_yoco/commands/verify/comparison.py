@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import combinations, zip_longest
 from typing import NamedTuple
 
 from sglang_gemma4_yoco.commands.console import Document
 
-# From this many answers on, the largest difference is left out, since rounding alone may cause one
-# that is large. With fewer answers, that could hide a defect.
-_ENOUGH_ANSWERS = 4
 EXACT_LOGPROB = 1e-3  # sums in another order move a float32 log-probability by 1e-5 at most
 
 
@@ -160,45 +157,46 @@ def _measure_difference(left: Position, right: Position) -> float:
     return max(differences)
 
 
-def find_problem(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> str | None:
-    """Return the difference that exceeds its bound, as a sentence, or None.
+def find_inequality(fast: Comparison) -> str | None:
+    """Return how answers differ that must be equal, as a sentence, or None if they are."""
+    if fast.is_equal:
+        return None
+    return (
+        f"{fast.equal_answers} of {fast.answers} answers have the same tokens, and "
+        f"log-probabilities differ by up to {fast.max_logprob:.2g}"
+    )
 
-    If ``exact``, all tokens must be equal, and log-probabilities within ``EXACT_LOGPROB``.
-    Otherwise the mean difference of fast from stock may be three times stock's mean difference from
-    itself, plus stock's largest one over half the number of answers, plus 0.05. Where a head
-    attends to few keys, rounding usually changes nothing, and sometimes a lot: hence the largest
-    one. Tokens are not compared then: the last bit decides between two that are equally likely.
+
+def find_outlier(fast: Sequence[Answer], stock: Sequence[Answer]) -> str | None:
+    """Return how far the answers to one prompt are from stock's, as a sentence if it is too far.
+
+    The distance of two answers is the mean difference of their log-probabilities. An answer's
+    distance from stock is that from the nearest of stock's answers. It may be twice the largest
+    distance of two of these, plus 0.05. Of a prompt that is sensitive to rounding, stock's answers
+    in other batches were 0.2 to 3 apart, and those to other prompts of the same model equal. Tokens
+    are not compared: the last bit decides between two that are equally likely.
 
     Args:
-        fast: fast against stock; most prompts were sent twice.
-        noise: stock against itself, in identical and in other batches, by kind of prompt.
-        exact: both compute in float32 on a CPU, and stock agrees with itself.
+        fast: answers in like circumstances, of which the median distance counts: a defect shows in
+            most of them, rounding in one. None is too far if there are none.
+        stock: at least two answers in several circumstances.
     """
-    if exact:
-        if fast.is_equal:
-            return None
-        return (
-            f"{fast.equal_answers} of {fast.answers} answers have the same tokens, and "
-            f"log-probabilities differ by up to {fast.max_logprob:.2g}"
-        )
     # Most tokens come from decode steps, the same in both servers: they would hide the first ones.
     for what, part in (("those of prefills alone", "prefilled"), ("all", "logprobs")):
-        own = [getattr(kind, part) for kind in noise]
-        usual = max(map(statistics.fmean, own))
-        most = max(map(max, own))
+
+        def measure(pair: tuple[Answer, Answer], part: str = part) -> float:
+            return statistics.fmean(getattr(Comparison.of([pair]), part))
+
+        own = max(map(measure, combinations(stock, 2)))
+        nearest = [min(measure((answer, other)) for other in stock) for answer in fast]
+        found = statistics.median_low(nearest or [0.0])
         # 0.05 if stock does not differ from itself: bfloat16 has 8 bits.
-        limit = 3 * usual + most / max(fast.answers // 2, 1) + 0.05
-        differences = sorted(getattr(fast, part))
-        if fast.answers >= _ENOUGH_ANSWERS and math.isfinite(differences[-1]):
-            # Of a prompt that is sensitive to rounding, stock's own differences were between 0.2
-            # and 3 in batches of other sizes. Fast prefill's may be the larger ones by chance.
-            differences.pop()
-        found = statistics.fmean(differences)
-        # If stock's own differences are not finite, there is no limit.
+        limit = 2 * own + 0.05
+        # If stock's own distances are not finite, there is no limit.
         if found > limit or math.isinf(found):
             return (
                 f"log-probabilities ({what}) differ by {found:.2g} on average, and {limit:.2g} is "
-                f"allowed: stock differs from itself by {usual:.2g}, and by {most:.2g} at most"
+                f"allowed: stock's answers to the same prompt differ by up to {own:.2g}"
             )
     return None
 

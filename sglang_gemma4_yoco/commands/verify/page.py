@@ -15,6 +15,7 @@ NOISE = {
     True: "Stock differs from itself in identical batches, which is not fast prefill's doing.",
     False: "Two runs of stock in identical batches agree.",
 }
+NOT_TRIED = "not tried"
 VERDICTS = {
     True: "Fast prefill was active, and the answers agree.",
     False: "Fast prefill was active, and the answers do NOT agree.",
@@ -34,9 +35,15 @@ def _make_tables(document: Document) -> dict[str, Rows]:
     for point in document["times"]:
         seconds = (str(Times(**point[way])) for way in SERVERS)
         times.append([str(point["tokens"]), f"{point['ratio']:.2f}", *seconds])
-    kinds: Rows = [["prompts", *OTHERS.values()]]
+    kinds: Rows = [["prompts", "cut", "cached tokens", *OTHERS.values()]]
     for kind, found in document["agreement"].items():
-        kinds.append([kind, *(_format_figures(found[way]) for way in OTHERS)])
+        figures = [_format_figures(found[way]) for way in OTHERS]
+        if kind in document["left_out"]:
+            figures[0] = NOT_TRIED
+        cut = f"{found['cut']}/{found['prefills']}"
+        kinds.append([kind, cut, str(found["cached_tokens"]), *figures])
+    for kind in document["left_out"].keys() - document["agreement"].keys():
+        kinds.append([kind, "", "", NOT_TRIED, "", ""])
     return {
         "Time to first token, seconds: median (20th to 80th percentile)": times,
         "Stock against others: same tokens, mean difference of log-probabilities (largest)": kinds,
@@ -55,8 +62,16 @@ def _make_notes(document: Document) -> list[str]:
     """Return sentences on disagreements, prompts not tried, and stock's agreement with itself."""
     notes = [f"Problem: {problem}" for problem in document["problems"]]
     for kind, reason in document["left_out"].items():
-        notes.append(f"Not tried: {kind}: {reason}")
+        notes.append(f"{NOT_TRIED.capitalize()}: {kind}: {reason}")
     return [*notes, NOISE[document["stock_differs"]]]
+
+
+def _make_verdict(document: Document) -> str:
+    """Return the verdict, and what it says nothing about."""
+    verdict = VERDICTS[document["agrees"]]
+    if document["left_out"]:
+        verdict += f" {NOT_TRIED.capitalize()}: {', '.join(document['left_out'])}."
+    return verdict
 
 
 def format_report(document: Document) -> str:
@@ -64,7 +79,7 @@ def format_report(document: Document) -> str:
     lines = []
     for title, rows in _make_tables(document).items():
         lines += [title, *_align(rows), ""]
-    lines += [*_make_notes(document), f"{VERDICTS[document['agrees']]} {RULES[document['exact']]}"]
+    lines += [*_make_notes(document), f"{_make_verdict(document)} {RULES[document['exact']]}"]
     return "\n".join(lines)
 
 
@@ -82,7 +97,7 @@ def render_page(document: Document) -> str:
     )
     return template.render(
         document=document,
-        verdict=VERDICTS[document["agrees"]],
+        verdict=_make_verdict(document),
         rule=RULES[document["exact"]],
         notes=_make_notes(document),
         tables=_make_tables(document),

@@ -26,6 +26,9 @@ TIMED = "first tokens of timed prompts"
 NEW_TOKENS = 12  # of an answer
 BUNDLED = Path(__file__).with_name("prompts.txt")
 PREFIX_TOKENS = 320
+# Rows to skip of a prompt whose log-probabilities are read, by whether it is served on a CPU: its
+# tail runs eagerly, and on a GPU that needs 1024.
+SKIPPED = {True: 64, False: 1280}
 WHICH_COLOURS = "The left half and the right half of this picture have one colour each. Name both."
 
 
@@ -66,6 +69,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 def make_prompts(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
+    before: int,
     *,
     long: int = 0,
     pictures: bool = False,
@@ -73,6 +77,8 @@ def make_prompts(
     """Return prompts of all kinds, with each text as a question.
 
     Args:
+        before: random tokens before those whose log-probabilities are read: none may come from the
+            prefix cache.
         long: tokens of the prompt that is longer than a chunk; 0 for none.
         pictures: ask about pictures, which needs a chat template.
     """
@@ -88,11 +94,13 @@ def make_prompts(
         questions = [encode(text) for text in texts]
     made = [Prompt(QUESTIONS, {"input_ids": ids}) for ids in questions]
     for number, ids in enumerate(questions[:4]):
-        start = len(ids) // 2 * (number % 2)  # every second one from its middle on
-        made.append(Prompt(LOGPROBS, {"input_ids": ids, "logprob_start_len": start}))
+        body = {"input_ids": _draw_words(tokenizer, before, number) + ids}
+        made.append(Prompt(LOGPROBS, body | {"logprob_start_len": before}))
     prefix = list(islice(cycle(encode("\n".join(texts))), PREFIX_TOKENS))
-    for seed in (1, 2):  # sent one after the other, the second is a hit of the prefix cache
-        made.append(Prompt(PREFIX, {"input_ids": prefix + _draw_words(tokenizer, 40, seed)}))
+    # A question, and a hit of the prefix cache if they are sent one after the other.
+    for kind in (QUESTIONS, PREFIX):
+        body = {"input_ids": prefix + _draw_words(tokenizer, 40, len(made))}
+        made.append(Prompt(kind, body))
     if long:
         text = encode("\n".join(reversed(texts)))
         made.append(Prompt(CHUNKS, {"input_ids": list(islice(cycle(text), long))}))

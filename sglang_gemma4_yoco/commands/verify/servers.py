@@ -164,14 +164,20 @@ class Server:
         return self._checked - before
 
 
-def check_switch(server: Server, during: str = "its requests") -> Counter[str]:
+def check_switch(
+    server: Server, during: str = "its requests", *taken: Counter[str]
+) -> Counter[str]:
     """Return the prefill forwards of a running server since the last check, by outcome.
+
+    Args:
+        during: the requests since then.
+        taken: its forwards that were taken meanwhile.
 
     Raises:
         WrongPathError: the switch is on and no prefill was cut, or it is off and one was cut. The
             message names ``during``.
     """
-    forwards = server.take_forwards()
+    forwards = sum(taken, server.take_forwards())
     is_cut = not counters.CUT.isdisjoint(forwards)
     if is_cut == server.fast:
         return forwards

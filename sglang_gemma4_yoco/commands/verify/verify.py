@@ -2,23 +2,28 @@
 
 Serves one model twice with the unchanged ``python -m sglang.launch_server``: stock
 (SGLANG_GEMMA4_YOCO=0) and fast (SGLANG_GEMMA4_YOCO=1). Both get the same prompts at temperature 0,
-first one at a time (each answer is printed as it arrives), then several at once. The time to first
-token is measured with new prompts. In each of these rounds the fast server must have cut prefills.
-Stock gets the one-at-a-time prompts a second time, in identical batches: differences between these
-two runs of stock are not caused by the fast path. It also gets each prompt twice in a row, so that
-all but its last token is in the prefix cache. Flags after -- go to both servers. If they need an
-API key, put it into the variable SGLANG_API_KEY.
+first one at a time (each answer is printed as it arrives), then eight, five and three at once. The
+time to first token is measured with new prompts. Stock gets the one-at-a-time prompts a second
+time, in identical batches: differences between these two runs of stock are not caused by the fast
+path. It also gets each prompt twice in a row, so that all but its last token is in the prefix
+cache. Flags after -- go to both servers. If they need an API key, put it into the variable
+SGLANG_API_KEY.
 
 In float32 on a CPU all tokens must be equal, and all log-probabilities within 1e-3. Elsewhere, and
-if two runs of stock in identical batches differ by more than that, the log-probabilities of each
-kind of prompt may differ on average by 3 * A + B / N + 0.05. A is stock's average difference from
-itself (for its noisiest kind of prompt, in identical or in other batches), B its largest, and N
-half the number of compared answers. From four answers on, the largest difference is left out. The
-rule applies first to the parts of answers that prefills computed, then to whole answers.
+if two runs of stock in identical batches differ by more than that, each prompt is judged by stock's
+own answers to it. With the mean difference of log-probabilities as the distance, fast's answer may
+be 2 * A + 0.05 from the nearest of these, if A is the largest distance between two of them. Of the
+answers that were sent with others the median counts. Stock gets a prompt beyond that eight more
+times, in other batches, before it is a problem. The rule applies first to the parts of answers that
+prefills computed, then to whole answers.
+
+A kind of prompt was tried if a prefill of it was cut that ended a prompt, and for a shared prefix,
+if it was in the prefix cache. What was not tried is named with its reason.
 
 The last line of stdout is one JSON document, which is in verify.json too; verify.html shows it.
-Exit status: 0 if fast prefill was active and the answers agree; 1 if not; 2 if nothing could be
-verified, with the reason on stderr.
+Exit status: 0 if fast prefill was active, everything was tried, and the answers agree; 1 if it was
+not active, or answers differ; 2 if nothing could be verified, with the reason on stderr; 3 if the
+answers agree, but something was not tried.
 """
 
 import argparse
@@ -44,14 +49,19 @@ from sglang_gemma4_yoco.commands.verify.comparison import (
     Answer,
     Comparison,
     Times,
-    find_problem,
+    find_inequality,
+    find_outlier,
     make_finite,
 )
 from sglang_gemma4_yoco.commands.verify.prompts import Prompt
 from sglang_gemma4_yoco.commands.verify.servers import Server, WrongPathError
 
 # Rounds of requests. Timed prompts, too, are sent one at a time.
-ALONE, AT_ONCE, TIMED = "one at a time", "several at once", "timed"
+ALONE, TIMED = "one at a time", "timed"
+# The round -> how many are sent at once: batches of other sizes are rounded differently.
+AT_ONCE = {f"{count} at once": count for count in (8, 5, 3)}
+# Of stock only, and only if answers are too far from its other ones.
+MORE = {f"{count} at once": count for count in (7, 6, 4, 2)}
 # Stock's repetitions of the prompts that were sent one at a time.
 AGAIN = "in identical batches"
 CACHED = "from the prefix cache"
@@ -154,7 +164,8 @@ def fit_prompts(document: Document, args: argparse.Namespace, server: Server) ->
         left_out[kinds.PICTURES] = "the model is served without pictures, or has no chat template"
     dtype = str(settings.get("dtype", "auto")).removeprefix("torch.")
     document |= {"dtype": dtype, "left_out": left_out}
-    prompts = kinds.make_prompts(tokenizer, args.texts, long=length, pictures=bool(seen))
+    before = min(kinds.SKIPPED[args.device == "cpu"], longest // 2)
+    prompts = kinds.make_prompts(tokenizer, args.texts, before, long=length, pictures=bool(seen))
     for tokens in dict.fromkeys(args.prompt_tokens):
         for _ in range(1 + args.repeats):  # the first one warms up
             prompts.append(kinds.make_timed(tokenizer, tokens, len(prompts)))
@@ -163,10 +174,14 @@ def fit_prompts(document: Document, args: argparse.Namespace, server: Server) ->
 
 @dataclass
 class VerifyResult:
-    """Answers of the servers, in the order of prompts; prefills of the fast one, by round."""
+    """Answers of the servers, in the order of prompts, and prefills of the fast one by outcome.
+
+    Attributes:
+        prefills: by kind of prompt if sent one at a time, else by round.
+    """
 
     answers: Answers = field(default_factory=lambda: defaultdict(list))
-    rounds: dict[str, Counter[str]] = field(default_factory=dict)
+    prefills: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
 
 def send_prompt(server: Server, prompt: Prompt) -> Answer:
@@ -177,13 +192,9 @@ def send_prompt(server: Server, prompt: Prompt) -> Answer:
 
 
 def end_round(server: Server, found: VerifyResult, name: str) -> None:
-    """Check the prefills of a round of requests; the next one begins with an empty prefix cache.
-
-    Raise like ``check_switch``: if no prefill of this round was cut, equal answers show nothing.
-    """
-    forwards = servers.check_switch(server, f"the round {name!r}")
+    """Count the prefills of a round of requests; the next one begins with an empty prefix cache."""
     if server.fast:
-        found.rounds[name] = forwards
+        found.prefills[name] += server.take_forwards()
     server.forget_prefixes()
     say(f"Done: {server.name}, {name}")
 
@@ -198,6 +209,8 @@ def send_in_turns(
         for server in turns:
             answer = send_prompt(server, prompt)
             found.answers[server.fast, ALONE].append(answer)
+            if server.fast:
+                found.prefills[prompt.kind] += server.take_forwards()
             if name == ALONE:
                 say(f"{prompt.kind}, {server.name}:\n  {answer.text!r}")
     for server in both:
@@ -209,14 +222,17 @@ def send_in_turns(
             end_round(server, found, f"{name}, again")
 
 
-def send_at_once(server: Server, prompts: Sequence[Prompt], found: VerifyResult) -> None:
-    """Send all prompts to a running server, several at a time."""
-    pool = ThreadPoolExecutor(8)
-    try:
-        found.answers[server.fast, AT_ONCE] += pool.map(partial(send_prompt, server), prompts)
-    finally:  # without waiting: after an interrupt their server is stopped next
-        pool.shutdown(wait=False, cancel_futures=True)
-    end_round(server, found, AT_ONCE)
+def send_at_once(
+    server: Server, prompts: Sequence[Prompt], found: VerifyResult, rounds: Mapping[str, int]
+) -> None:
+    """Send all prompts to a running server in each of these rounds, several at a time."""
+    for name, count in rounds.items():
+        pool = ThreadPoolExecutor(count)
+        try:
+            found.answers[server.fast, name] += pool.map(partial(send_prompt, server), prompts)
+        finally:  # without waiting: after an interrupt their server is stopped next
+            pool.shutdown(wait=False, cancel_futures=True)
+        end_round(server, found, name)
 
 
 def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt], found: VerifyResult) -> None:
@@ -229,8 +245,16 @@ def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt], found: Ve
         server.forget_prefixes()  # those of requests that SGLang sends when it starts
     send_in_turns(both, compared, found, ALONE)
     for server in both:
-        send_at_once(server, compared, found)
+        send_at_once(server, compared, found, AT_ONCE)
     send_in_turns(both, prompts[len(compared) :], found, TIMED)
+    for server in both:
+        if server.fast:
+            servers.check_switch(server, "all rounds", *found.prefills.values())
+            continue
+        servers.check_switch(server, "all rounds")
+        if any(find_outliers(prompts, found.answers).values()):
+            say("Answers differ: stock gets all prompts again, which shows how it rounds them")
+            send_at_once(server, prompts, found, MORE)
 
 
 def compare_by_kind(
@@ -269,27 +293,69 @@ def summarise_times(prompts: Sequence[Prompt], answers: Answers) -> list[Documen
     return [points[tokens] for tokens in sorted(points)]
 
 
+def find_outliers(prompts: Sequence[Prompt], answers: Answers) -> dict[str, str | None]:
+    """Return, by kind of prompt, how far a fast answer is from stock's if it is too far, or None.
+
+    Stock's answers include those in other batches.
+    """
+    found = dict[str, str | None]()
+    for number, prompt in enumerate(prompts):
+        # Timed prompts, the last ones, are not sent at once.
+        own = {way: all_of[number] for way, all_of in answers.items() if number < len(all_of)}
+        stock = [answer for (fast, _), answer in own.items() if not fast]
+        together = [own[True, way] for way in AT_ONCE if (True, way) in own]
+        outlier = find_outlier([own[True, ALONE]], stock) or find_outlier(together, stock)
+        found[prompt.kind] = found.get(prompt.kind) or outlier
+    return found
+
+
+def list_untried(prefills: Mapping[str, Counter[str]], cached: int) -> dict[str, str]:
+    """Return why the answers of a kind of prompt, or of a round, show nothing, by its name.
+
+    Args:
+        cached: tokens of the shared prefix that came from the cache.
+    """
+    untried = {}
+    for name, forwards in prefills.items():
+        if counters.TAIL_RAN.isdisjoint(forwards):
+            untried[name] = f"none of its {forwards.total()} prefills was cut: {dict(forwards)}"
+    if not cached:
+        untried[kinds.PREFIX] = "no token came from the prefix cache"
+    return untried
+
+
 def conclude(document: Document, prompts: Sequence[Prompt], found: VerifyResult) -> None:
     """Compare the answers, and put the verdict and all figures into the document."""
     compare = partial(compare_by_kind, prompts, found.answers)
-    fast = compare((True, ALONE), (True, AT_ONCE))
+    fast = compare((True, ALONE), *product([True], AT_ONCE))
     again = compare((False, AGAIN))
-    stock = compare((False, AT_ONCE), (False, CACHED))
+    stock = compare((False, CACHED), *product([False], AT_ONCE))
+    cached = Counter[str]()
+    for prompt, answer in zip(prompts, found.answers[True, ALONE], strict=True):
+        cached[prompt.kind] += answer.cached_tokens
+    document["left_out"] |= list_untried(found.prefills, cached[kinds.PREFIX])
     # The fast path need not be more exact than stock is with itself.
     steady = all(difference.is_equal for difference in again.values())
     exact = steady and (document["device"], document["dtype"]) == ("cpu", "float32")
+    outliers = find_outliers(prompts, found.answers)
     problems = []
     agreement = {}
     for kind, difference in fast.items():
-        problem = find_problem(difference, [*again.values(), *stock.values()], exact=exact)
+        problem = outliers[kind]
+        if exact:
+            problem = find_inequality(difference)
         if problem:
             problems.append(f"{kind}: {problem}")
+        prefills = found.prefills[kind]
         agreement[kind] = {
+            "prefills": prefills.total(),
+            "cut": sum(prefills[outcome] for outcome in counters.CUT),
+            "cached_tokens": cached[kind],
             "fast": difference.figures(),
             "again": again[kind].figures(),
             "stock": stock[kind].figures(),
         }
-    if failed := sum(forwards[counters.FAILED] for forwards in found.rounds.values()):
+    if failed := sum(prefills[counters.FAILED] for prefills in found.prefills.values()):
         problems.append(f"{failed} prefills failed on the fast path; see server-on.log")
     times = summarise_times(prompts, found.answers)
     longest = times[-1]
@@ -306,7 +372,7 @@ def conclude(document: Document, prompts: Sequence[Prompt], found: VerifyResult)
         "stock_differs": not steady,
         "agreement": agreement,
         "times": times,
-        "rounds": found.rounds,
+        "prefills": found.prefills,
     }
 
 
@@ -386,4 +452,8 @@ def run(args: argparse.Namespace) -> int:
         say(page.format_report(shown))
         as_page.write_text(page.render_page(shown), "utf-8")
     say(shown)
-    return int(not document["agrees"])
+    if not document["agrees"]:
+        return 1
+    if document["left_out"]:
+        return 3
+    return 0

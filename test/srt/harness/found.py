@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,37 +25,48 @@ def outcome(
     again: float = 0.0,
     lengths: Sequence[int] = (200, 100),
     cached: int = 0,
+    hits: int = 320,
+    outcome: str = counters.TAIL_EAGER,
 ) -> dict[str, Any]:
     """Return the document of servers that differ by ``shift``, and stock from itself by ``again``.
 
-    ``cached`` is the number of cached tokens of the fast server's timed prompts.
+    Args:
+        cached: the number of cached tokens of the fast server's timed prompts.
+        hits: the same of its prompt with a prefix.
+        outcome: of all its prefills.
     """
     sent = [Prompt(prompts.QUESTIONS, {}), Prompt(prompts.PREFIX, {})]
     others = len(sent)
     for length in lengths:
         # A warm-up, and two whose times count.
         sent += [Prompt(prompts.TIMED, {"input_ids": [1] * length})] * 3
-    found = VerifyResult(rounds={ALONE: Counter({counters.TAIL_EAGER: 7, counters.FAILED: failed})})
+    found = VerifyResult()
+    for name in (*AT_ONCE, prompts.QUESTIONS, prompts.PREFIX, prompts.TIMED):
+        found.prefills[name][outcome] = 1
+    found.prefills[prompts.TIMED][counters.FAILED] = failed
 
     def answer(fast: bool, way: str, by: float, factor: float) -> None:
         made = position(1, -1.0 - by, t1=-1.0 - by, t2=-2.0)
         for number, prompt in enumerate(sent):
-            tokens, hits = len(prompt.body.get("input_ids", ())), 0
+            tokens, cached_tokens = len(prompt.body.get("input_ids", ())), 0
             seconds = factor * tokens
             if (number - others) % 3 == 0:
                 seconds = 1000.0
             if fast and tokens:
-                hits = cached
-            found.answers[fast, way].append(Answer((made,), (), hits, seconds))
+                cached_tokens = cached
+            elif fast and prompt.kind == prompts.PREFIX:
+                cached_tokens = hits
+            found.answers[fast, way].append(Answer((made,), (), cached_tokens, seconds))
 
     answer(False, ALONE, 0.0, 0.002)
     answer(False, AGAIN, again, 0.002)
     answer(False, CACHED, 0.0, 0.002)
-    answer(False, AT_ONCE, 0.0, 0.002)
     answer(True, ALONE, shift, 0.001)
-    answer(True, AT_ONCE, shift, 0.001)
-    for fast in (False, True):
-        del found.answers[fast, AT_ONCE][others:]
+    for way in AT_ONCE:
+        answer(False, way, 0.0, 0.002)
+        answer(True, way, shift, 0.001)
+        for fast in (False, True):
+            del found.answers[fast, way][others:]
     document: dict[str, Any] = dict.fromkeys(
         ("sglang", "package", "server_args", "repeats", "date"), "some"
     )

@@ -295,13 +295,15 @@ def pair(
     *arguments: str,
     env: Mapping[str, str | None] | None = None,
     captured: bool = False,
+    spawned: bool = False,
 ) -> Iterator[Pair]:
     """Run two servers with the same arguments: the fast path on (by default), and switched off.
 
     Args:
+        spawned: as of ``started``; ``PYTHONPATH`` in ``env`` needs it.
         captured: the fast one replays its decode steps, and the tails of its prefills.
     """
-    on: dict[str, Any] = {"arguments": arguments, "env": env or {}}
+    on: dict[str, Any] = {"arguments": arguments, "env": env or {}, "spawned": spawned}
     off = dict(on)
     if captured:
         on["arguments"] = [*arguments, *CAPTURED_ARGUMENTS]
