@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.compat import release, server
 from sglang_gemma4_yoco.compat.server import FAST_PREFILL, POSITIONS_VARIABLE, read_argument
-from sglang_gemma4_yoco.core.eligibility import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
+from sglang_gemma4_yoco.core.eligibility import (
+    CAPTURED_LAYERS,
+    HIDDEN_STATES,
+    LAST_ROW_DRAFTS,
+    SPECULATIVE,
+)
 from sglang_gemma4_yoco.refusal import ServerRefusal
 
 # A defect of SGLang, refused because it would be mistaken for one of this package.
@@ -217,6 +222,8 @@ def _check_hidden_states() -> ServerRefusal | None:
     mode = read_argument("return_hidden_states_mode")
     if mode == "full" or (read_argument("enable_return_hidden_states") and mode != "last"):
         return ServerRefusal(HIDDEN_STATES.text)
+    if read_argument("enable_return_aux_hidden_states"):
+        return ServerRefusal(CAPTURED_LAYERS.text)
     return None
 
 

@@ -35,13 +35,26 @@ _UNSUPPORTED = {
 _Check = Callable[[graphs.TailGraphs, ModelRunner], str | None]
 
 
-def find_eager_reason(runner: ModelRunner, state: ModelState) -> str | None:
-    """Return why the tail of this server is not captured, or None."""
+def find_known_reason() -> str | None:
+    """Return why a server with these arguments and settings captures no tail, or None."""
     if settings.current.graph_rows == 0:
         return GRAPHS_OFF
+    for name, reason in _UNSUPPORTED.items():
+        if compat.server.read_argument(name) or compat.server.read_variable(name):
+            return f"{name}: {reason}"
+    if compat.server.get_cuda_graph_backend("decode") == "full":
+        return None
+    if compat.server.read_argument("disaggregation_mode") == "prefill":
+        return NO_GRAPHS_BY_ROLE
+    return NO_GRAPHS
+
+
+def find_eager_reason(runner: ModelRunner, state: ModelState) -> str | None:
+    """Return why the tail of this server is not captured, or None."""
+    known = find_known_reason()
+    if known:
+        return known
     if compat.decode_graphs.get_captured_steps(runner) is None:
-        if compat.server.read_argument("disaggregation_mode") == "prefill":
-            return NO_GRAPHS_BY_ROLE
         return NO_GRAPHS
     backends = state.get_backends()
     if not backends.decodes:
@@ -53,9 +66,6 @@ def find_eager_reason(runner: ModelRunner, state: ModelState) -> str | None:
     # is a plugin's, and what it orders is not known.
     if compat.pools.waits_for_loads(backends.tail_backend.token_to_kv_pool):
         return LOADED_MEANWHILE
-    for name, reason in _UNSUPPORTED.items():
-        if compat.server.read_argument(name) or compat.server.read_variable(name):
-            return f"{name}: {reason}"
     # SGLang recaptures in its scheduler's thread, between two batches; paused requests keep their K
     # and V. The check of the graphs temporarily writes KV slots: nothing else uses the pools then,
     # except for work that the scheduler does not launch: disaggregation's transfers, and copies to

@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_gemma4_yoco import compat, metrics, settings
-from sglang_gemma4_yoco.admission import arguments, third_party
+from sglang_gemma4_yoco.admission import arguments, runner_parts, third_party
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.commands.console import CommandError, Report, check_directory
 from sglang_gemma4_yoco.commands.redact import show_flags
@@ -107,6 +107,8 @@ def _server(
             args.check_server_args()
             runtime_context.publish(args, role="scheduler", ranks=ranks)
         _prefill_graphs(report, adapter)
+        if compat.server.read_variable(compat.resolution.LATE_POOLS):
+            _late_pools(report, args)
     _judge(report, adapter, argument)
     if patch.installed and argument("model_impl") != "transformers":
         _judge_classes(report, config.hf_config.architectures)
@@ -130,12 +132,22 @@ def _prefill_graphs(report: Report, adapter: Adapter) -> None:
             "prefill graphs",
             f"backend {backend!r}: replayed prefills are cut too, if the checks at start pass",
         )
+        if lifecycle.find_known_reason():
+            report.add("", "but with the eager tail only those that finish no prompt")
         return
     report.refuse(
         "SGLang does not start with prefill CUDA graphs of this model "
         f"({compat.captured_prefills.SHARED_LAYER_IDS}); "
         "--cuda-graph-backend-prefill=disabled starts it"
     )
+
+
+def _late_pools(report: Report, args: server_args.ServerArgs) -> None:
+    """Refuse a variable of SGLang if it has an effect; on a CPU it has none."""
+    if compat.resolution.allocates_later(args):
+        report.refuse(runner_parts.ALLOCATED_LATER)
+    elif not torch.accelerator.is_available():
+        report.unknowns.append(f"on a GPU, maybe: {runner_parts.ALLOCATED_LATER}")
 
 
 def _judge(report: Report, adapter: Adapter, argument: Callable[..., object]) -> None:
@@ -151,11 +163,9 @@ def _judge(report: Report, adapter: Adapter, argument: Callable[..., object]) ->
     if argument("is_embedding"):
         report.refuse(arguments.EMBEDDINGS)
     report.refuse(arguments.find_argument_reason())
-    if (
-        argument("disaggregation_mode") == "prefill"
-        and compat.server.get_cuda_graph_backend("decode") != "full"
-    ):
-        report.add("eager tail", lifecycle.NO_GRAPHS_BY_ROLE)
+    eager = lifecycle.find_known_reason()
+    if eager:
+        report.add("eager tail", eager)
     quantised = next(filter(None, map(argument, _QUANTISING)), report.entries["quantisation"])
     if quantised is not None:
         report.unknowns.append(

@@ -124,6 +124,8 @@ def open_exits(runner: ModelRunner, state: ModelState) -> None:
             f"open after {state.cut_layer + 1} segments, in {len(sizes)} graphs of up to "
             f"{sizes[-1]} tokens"
         )
+        if state.captured is None:
+            fact += "; for intermediate chunks only, since the tail runs eagerly"
     else:
         reason = differ or f"the check found {checked.worst}"
         remedy = "with --cuda-graph-backend-prefill=disabled prefills are cut"

@@ -25,7 +25,7 @@ NOT_CHOSEN = "the flags, or SGLang's rules for them, choose the backend"
 _VARIABLES = {
     compat.server.POSITIONS_VARIABLE: arguments.WRONG_REPLAYS,
     # SGLang allocates K and V later only if prefills are captured. Then no prefill would be cut.
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": runner_parts.ALLOCATED_LATER,
+    compat.resolution.LATE_POOLS: runner_parts.ALLOCATED_LATER,
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "SGLang's memory saver rejects captured prefills",
 }
 # The tokens of the largest prefill that is captured, for the hidden size of E2B and for wider

@@ -1,7 +1,8 @@
-"""Parts of the documents that tests compare: samples of output, and names of tests."""
+"""What tests compare with the documents: samples of output, names of tests, the package's texts."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,3 +29,18 @@ def missing_tests(names: Iterable[str]) -> list[str]:
         if not path.is_file() or not re.search(pattern, path.read_text(), re.MULTILINE):
             missing.append(name)
     return missing
+
+
+def text_of(line: ast.expr) -> str:
+    """Return a literal with ``...`` for its variable parts."""
+    if isinstance(line, ast.Constant) and isinstance(line.value, str):
+        return re.sub("%[sr]", "...", line.value)
+    if isinstance(line, ast.JoinedStr):
+        return "".join(map(text_of, line.values))
+    return "..."
+
+
+def constants_of(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return the values of a file's own names."""
+    assigned = [statement for statement in tree.body if isinstance(statement, ast.Assign)]
+    return {ast.unparse(each.targets[0]): each.value for each in assigned}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import sglang_gemma4_yoco
+from harness.documented import constants_of, text_of
 from scripts.environment import REPO
 from sglang_gemma4_yoco import counters, metrics
 from sglang_gemma4_yoco.admission import arguments
@@ -24,22 +25,6 @@ PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
 # A call of one of these logs its first argument; ``Logger.log`` has the level before it.
 LOGGING = {"log_once", "log_error", "log_failure", "info", "warning", "error", "log"}
 LOGGING |= {"guarded", "_call_after"}  # where something fails
-FORMAT = re.compile(r"%[sr]")
-
-
-def text_of(line: ast.expr) -> str:
-    """Return a line with ``...`` for its variable parts."""
-    if isinstance(line, ast.Constant) and isinstance(line.value, str):
-        return FORMAT.sub("...", line.value)
-    if isinstance(line, ast.JoinedStr):
-        return "".join(map(text_of, line.values))
-    return "..."
-
-
-def constants_of(tree: ast.Module) -> dict[str, ast.expr]:
-    """Return the values of a file's own names."""
-    assigned = [statement for statement in tree.body if isinstance(statement, ast.Assign)]
-    return {ast.unparse(each.targets[0]): each.value for each in assigned}
 
 
 def lines_of(source: str) -> Iterator[str]:

@@ -80,6 +80,7 @@ VALUES: dict[str, Any] = {
 BESIDE_OTHERS: list[tuple[dict[str, Any], object]] = [
     ({"enable_return_hidden_states": True}, eligibility.HIDDEN_STATES),
     ({"return_hidden_states_mode": "full"}, eligibility.HIDDEN_STATES),
+    (LAST | {"enable_return_aux_hidden_states": True}, eligibility.CAPTURED_LAYERS),
     ({"speculative_algorithm": "EAGLE"}, eligibility.SPECULATIVE),
     ({"speculative_algorithm": "DFLASH"}, eligibility.SPECULATIVE),
     (DRAFTS | {"disaggregation_mode": "decode"}, DRAFTS_BESIDE_ROLES),
@@ -124,8 +125,12 @@ def served_with(arguments: dict[str, Any]) -> Iterator[None]:
 @pytest.mark.parametrize(("given", "reason"), refusals())
 def test_an_argument_of_the_server(given: dict[str, Any], reason: object) -> None:
     skip_on_older("SGLang", (name for name in given if not compat.server.has_name(name)))
+    report = Report()
+    report.entries["quantisation"] = None
     with served_with(given):
         assert str(arguments.find_server_reason()) == str(reason)
+        preflight._judge(report, gemma4, {}.get)  # as doctor does
+    assert report.refusals == [str(reason)] * (reason is not None)
 
 
 RANKS = {"tp_size": 2}
