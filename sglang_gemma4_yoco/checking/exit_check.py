@@ -37,5 +37,10 @@ def compare_exit(forward: Any, plan: Plan, output: ModelOutput) -> list[Differen
         kept = compat.layers.get_rows(output).index_select(0, index)
         embeds, embedded = forward.embed(plan.kept_batch.batch.input_ids.index_select(0, index))
         found.append(tail_graphs.compare_eager(plan.runner, kept, embeds=embeds, embedded=embedded))
-    forward.stock()
+    cached.write((0, 0))  # so that the exit's K and V cannot mask a missing write
+    try:
+        forward.stock()
+    except BaseException:
+        cached.write(written)  # later forwards read these slots
+        raise
     return found + layerwise.compare_keys_and_values(state.cut_layer, cached.read(), written)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,8 @@ import torch
 from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from sglang.srt.environ import envs
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 from sglang.srt.model_executor.runner_utils import pool
@@ -259,17 +260,50 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
     assert state.after_cut is None
 
 
-@contextmanager
-def another_exit(change: Callable[[ExitPoint], ExitPoint]) -> Iterator[None]:
-    """Change what replays return at the exit in the ``with`` block."""
+def wrong_on_the_way() -> Any:
+    """Return a patch: layer 0 attends wrongly before the exit, so K and V agree with wrong rows."""
+    attend, replay = AttentionBackend.forward, compat.captured_prefills.replay_to_exit
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return attend(*args, **kwargs).roll(int(args[4].layer_id == 0), -1)  # args[4]: the layer
+
+    def replay_to_exit(graph: Any) -> ExitPoint:
+        with mock.patch.object(AttentionBackend, "forward", forward):
+            return replay(graph)
+
+    return mock.patch.object(compat.captured_prefills, "replay_to_exit", replay_to_exit)
+
+
+def replayed_in_full(span: Callable[[], Any]) -> Any:
+    """Return a patch: comparisons replay in full in the context ``span()``."""
+    compare = exit_check.compare_exit
+
+    def compare_exit(forward: ExitForward, *args: Any) -> Any:
+        replay = forward.stock
+
+        def stock() -> Any:
+            with span():
+                return replay()
+
+        with patched(forward, stock=stock):
+            return compare(forward, *args)
+
+    return mock.patch.object(exit_check, "compare_exit", compare_exit)
+
+
+def another_exit(change: Callable[[ExitPoint], ExitPoint]) -> Any:
+    """Return a patch that changes what replays return at the exit."""
     prefills = compat.captured_prefills
     stock = prefills.replay_to_exit
-    with mock.patch.object(prefills, "replay_to_exit", lambda graph: change(stock(graph))):
-        yield
+    return mock.patch.object(prefills, "replay_to_exit", lambda graph: change(stock(graph)))
 
 
 _replay = graphs.Bucket.replay
 WRONG: dict[str, Callable[[], Any]] = {
+    "rows before the exit": wrong_on_the_way,
+    "no keys written in full": lambda: replayed_in_full(
+        lambda: mock.patch.object(SWAKVPool, "set_kv_buffer")
+    ),
     "rows": lambda: another_exit(lambda p: p._replace(rows=p.rows.roll(1, 0))),
     "values for keys": lambda: another_exit(lambda p: p._replace(keys=p.values, values=p.keys)),
     "values": lambda: another_exit(lambda p: p._replace(values=p.values * 1.001)),
@@ -298,7 +332,7 @@ def test_wrong_exits_are_closed_at_start(
 ) -> None:
     """The rest stays on: prefills that SGLang does not replay are cut."""
     with WRONG[what]():
-        assert "the check found" in reopened(engine)
+        assert "the check found error " in reopened(engine)  # and no failure
     assert "exits from captured prefills are closed: the check found" in caplog.text
     assert_closed(engine)
     seen = run(engine, engine.schedule(batch_of((0, 200))), fast=True)
@@ -386,6 +420,15 @@ def test_what_is_found_of_a_served_batch(engine: Engine, prompts: list[Prompt]) 
     assert counters.served.worst_audit < 0.5
     assert seen.segments == 2 * WHOLE  # of one graph, which counts its latest replay
     assert all(map(torch.equal, seen.cache, stock.cache))
+
+
+def test_an_audit_that_fails_keeps_what_the_exit_has_written(engine: Engine) -> None:
+    batch = engine.schedule(FULL)
+    unaudited = run(engine, batch, fast=True)
+    with audited(engine), replayed_in_full(mock.Mock(side_effect=InjectedError)):
+        seen = run(engine, batch, fast=True)
+    assert torch.equal(seen.logits, unaudited.logits)
+    assert all(map(torch.equal, seen.cache, unaudited.cache))
 
 
 # ---------------------------------------------------------------- opened, and closed
