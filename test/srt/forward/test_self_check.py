@@ -42,7 +42,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, metrics, settings
 from sglang_gemma4_yoco.admission import runner_parts
-from sglang_gemma4_yoco.checking import layerwise
+from sglang_gemma4_yoco.checking import layerwise, rounding
 from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.checking.self_check import CheckResult
 from sglang_gemma4_yoco.checking.synthetic_requests import make_synthetic_requests
@@ -159,6 +159,35 @@ def test_answers_of_another_request(
 
     monkeypatch.setattr(processor, "forward", swapped)
     assert find_defect(engine) == "logits"
+
+
+#: A comparison -> the relative error of each number with which its bound is exceeded, in fp32.
+ERRORS = {
+    "keys": 3e-5,
+    "per-layer inputs before": 3e-5,
+    "queries": 3e-5,
+    "attention": 1.4e-5,  # a tenth of the bound is due to scores
+    "mean of the values": 3e-5,
+    "output": 5e-5,
+    "normed output": 6e-5,
+    "logits": 9e-5,
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_ten_times_a_bound_would_miss_what_it_finds(engine: Engine, what: str) -> None:
+    compare, draw = rounding.compare_rows, torch.Generator().manual_seed(0)
+
+    def compare_rows(name: str, expected: Any, found: Any, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith(what):
+            found = found * (1 + ERRORS[what] * torch.randn(found.shape, generator=draw))
+        return compare(name, expected, found, *args, **kwargs)
+
+    with mock.patch.object(rounding, "compare_rows", compare_rows):
+        worst = checked(engine).worst
+    assert worst is not None
+    assert worst.what.startswith(what)
+    assert 1 < worst.excess < 10
 
 
 def test_a_fast_path_that_fails_is_no_rounding(engine: Engine) -> None:

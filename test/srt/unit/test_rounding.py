@@ -59,6 +59,16 @@ def test_three_roundings_each_are_allowed(dtype: torch.dtype, seed: int, outlier
         assert found.excess > 0.2
 
 
+@pytest.mark.parametrize(("in_tf32", "error"), [(False, 3e-5), (True, 4e-3)])
+def test_ten_times_a_unit_would_miss_what_it_finds(
+    monkeypatch: pytest.MonkeyPatch, in_tf32: bool, error: float
+) -> None:
+    """Errors in fp32 are those of its sums and, on a GPU, those of products in TF32."""
+    monkeypatch.setattr(rounding, "_multiplies_in_tf32", lambda _: in_tf32)
+    values = exact(0).float()
+    assert 1 < compared(values, values * (1 + error * exact(1).float())).excess < 10
+
+
 def test_a_rounding_that_all_channels_of_a_row_share() -> None:
     """A key's weight has such a rounding: each of 12 heads may be off by half an ulp.
 
@@ -141,6 +151,7 @@ def test_values_of_fp32_that_cancel_in_many_heads(seed: int) -> None:
 
     assert mean_differs(other).is_rounding
     assert mean_differs(a_key_less).excess > 1000
+    assert 1 < mean_differs(one + 2e-6).excess < 10  # ten times the floor would miss it
     assert not compared(one, other, OF_ROWS).is_rounding
 
 
