@@ -48,7 +48,10 @@ def test_copied_positions_beside_prefill_graphs(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server falls back to stock; the log names SGLang's wrong replays and the remedy."""
+    """The server falls back to stock; the log names SGLang's wrong replays and the remedy.
+
+    Without such graphs prefills are cut, at the model's positions, which the batch has not.
+    """
     monkeypatch.setenv(compat.server.POSITIONS_VARIABLE, "1")
     with caplog.at_level("INFO", log.logger.name):
         prefills = PhaseConfig(backend=Backend.BREAKABLE, bs=[4, 8])

@@ -150,11 +150,11 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
 
 
 def test_a_forward_that_never_calls_its_norm(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     """Its layers may have stopped early for nothing: it is run again as stock.
 
-    Later batches are not cut: the fast path is off, with this reason.
+    Later batches are not cut: the fast path is off, with this reason, which is an error.
     """
     state, main = state_of(engine), backends_of(engine).main_backend
     monkeypatch.setattr(state, "after_cut", mock.Mock(side_effect=AssertionError("an audit")))
@@ -174,6 +174,8 @@ def test_a_forward_that_never_calls_its_norm(
     assert planned_for(batch) is None
     assert str(state.off_because) == core_model.OTHER_END
     assert outcomes() == {state.off_because: 1}
+    [line] = said(logging.ERROR)
+    assert core_model.OTHER_END in line
     assert_untouched(engine)
 
 
@@ -197,6 +199,13 @@ def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
         assert "init_forward_metadata" not in vars(engine.runner.attn_backend)
     finally:
         engine.runner.init_attention_backends()
+
+
+def test_a_second_start_leaves_one_state(engine: Engine) -> None:
+    first = state_of(engine)
+    others = set(states._attached) - {first}
+    engine.runner.init_attention_backends()
+    assert set(states._attached) - others == {state_of(engine)}
 
 
 def test_a_batch_that_is_never_run_is_freed_at_once(engine: Engine) -> None:

@@ -321,11 +321,11 @@ def test_a_pool(part: Any, reason: object) -> None:
     vars(two[1]).update(full_kv_pool=pool_of(), swa_kv_pool=part)
     pools: list[Any] = [part, *two]
     for pool in pools:
-        vars(pool)["dtype"] = torch.float32
-        assert str(runner_parts.find_pool_reason(pool, torch.float32)) == str(reason)
-        if reason is None:
-            other = "a KV cache of torch.float32 with weights of torch.bfloat16"
-            assert str(runner_parts.find_pool_reason(pool, torch.bfloat16)) == other
+        vars(pool)["dtype"] = torch.bfloat16
+        assert str(runner_parts.find_pool_reason(pool, torch.bfloat16)) == str(reason)
+        if reason is None:  # numbers of the same width
+            other = "a KV cache of torch.bfloat16 with weights of torch.float16"
+            assert str(runner_parts.find_pool_reason(pool, torch.float16)) == other
 
 
 # ---------------------------------------------------------------- linear layers
