@@ -79,6 +79,18 @@ def not_written(stock: Any, state: Any, plan: Any, *rows: torch.Tensor) -> None:
         stock(state, plan, *rows)
 
 
+def not_stored(engine: Engine) -> AbstractContextManager[Any]:
+    """Leave out K and V of layer 0, whose slots stock's forward has filled."""
+    pool = engine.runner.token_to_kv_pool
+    stock = pool.set_kv_buffer
+
+    def write(layer: Any, *args: Any) -> None:
+        if layer.layer_id or state_of(engine).off_because:
+            stock(layer, *args)
+
+    return patched(pool, set_kv_buffer=write)
+
+
 def stray(engine: Engine) -> AbstractContextManager[Any]:
     [first, *_] = engine.kv_buffers()[0]
 
@@ -102,6 +114,10 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
         {f"per-layer inputs before those of layer {DONOR}"},
     ),
     "FFN of the donor": (module(DONOR, "mlp", alternately), {f"output of layer {DONOR}"}),
+    "nothing written before the cut": (
+        not_stored,
+        {"keys of layer 0 in the pool", "values of layer 0 in the pool"},
+    ),
     "nothing written": (function(cut, "write_donor_keys_and_values", not_written), {KEYS, VALUES}),
     **{
         f"keys of layer {layer}, before the cut": (

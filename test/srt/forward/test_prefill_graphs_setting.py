@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import (
     BreakableCudaGraphBackend,
 )
+from sglang.srt.model_executor.runner_utils.pool import get_global_graph_memory_pool
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
@@ -344,6 +346,9 @@ def test_an_engine_with_the_setting(hooks: list[Any], tiny_checkpoint: Path, sai
     record_tail(engine, ROWS)
     assert serve(engine) == counters.EXIT_CAPTURED
     assert f"in {len(BUCKETS)} graphs of up to 128 tokens" in str(state_of(engine).report.exits)
+    # A draft model, whose runner captures after this one, is not cut, and drops nothing.
+    prefills_captured.keep_if_cut(lambda _: None)(SimpleNamespace(is_draft_worker=True))
+    assert compat.server.get_cuda_graph_backend("prefill") == BREAKABLE
     assert said(logging.ERROR) == []
 
 
@@ -410,6 +415,7 @@ def test_a_capture_that_fails(
     engine = start(tiny_checkpoint)
     assert isinstance(engine.runner.prefill_cuda_graph_runner, EagerRunner)
     assert captured_prefills() == before
+    assert get_global_graph_memory_pool() is None  # no other capture may use it
     assert any(NOT_CAPTURED in line for line in said(logging.WARNING))
     assert serve(engine) == TAIL_EAGER
 

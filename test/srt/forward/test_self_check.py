@@ -367,6 +367,8 @@ def test_prefills_that_bypass_the_path(
     assert (state["active"], state["reason"]) == (False, "set up, but no prefill was cut")
     assert state["forwards"][counters.UNSEEN] == 22  # the last one may still reach it
     assert status.verdict([state]) == (False, "set up, but no prefill was cut")
+    run(engine, batch, "1")  # is cut
+    assert metrics.describe_state()["active"] is True
 
 
 # ---------------------------------------------------------------- other servers
