@@ -293,10 +293,7 @@ def test_a_batch_that_still_runs_at_a_recapture(
     ("shared", "eager"),
     [
         ({"disaggregation_mode": "prefill"}, lifecycle.SHARED),
-        (
-            {"enable_hierarchical_cache": True},
-            f"enable_hierarchical_cache: {lifecycle.LOADED_MEANWHILE}",
-        ),
+        ({"enable_hierarchical_cache": True}, lifecycle.HOST_CACHE),
     ],
 )
 def test_slots_that_others_read_are_not_borrowed_at_a_recapture(

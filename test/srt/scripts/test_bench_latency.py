@@ -18,7 +18,6 @@ RUN: dict[str, Any] = {"duration": 9.0, "ttfts": [0.1] * 9 + [1.1], "itls": [[0.
 def test_times_are_reported_by_mean_and_percentiles() -> None:
     """A mean shows what a median hides: a few requests that wait long."""
     found = bench_latency.summed_up([RUN, RUN])
-    assert found["itl_ms"].keys() == {"mean", "50", "95", "99"}
     assert found["ttft_ms"]["mean"] == pytest.approx(200)
     assert found["ttft_ms"]["50"] == pytest.approx(100)
 

@@ -39,7 +39,7 @@ from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.admission import arguments, runner_parts, weights
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
-from sglang_gemma4_yoco.compat.backends import AITER, AMX, ASCEND, FA, TRITON, TRTLLM, XPU
+from sglang_gemma4_yoco.compat.backends import AITER, AMX, ASCEND, TRITON, XPU
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.refusal import ServerRefusal
@@ -261,9 +261,6 @@ def hybrid(prefill: str, decode: str) -> Any:
     ("backend", "unproven"),
     [
         (backend_of(TRITON), None),
-        (backend_of(TRTLLM), None),
-        (backend_of(XPU), None),
-        (backend_of(FA), None),
         (backend_of(AITER), "AiterAttnBackend"),
         (backend_of(ASCEND), "AscendAttnBackend"),
         (backend_of(AMX), "IntelAMXAttnBackend"),
