@@ -158,18 +158,16 @@ def is_intermediate_chunk(forward_batch: ForwardBatch) -> bool:
     if getattr(forward_batch, compat.batch.CHUNK_MARK, True):
         return False
     sampling = forward_batch.sampling_info
-    if sampling is not None and sampling.has_custom_logit_processor:
+    if sampling and sampling.has_custom_logit_processor:
         return False
     capture = forward_batch.capture_hidden_mode
     if capture not in (None, CaptureHiddenMode.NULL) or _find_drafts(forward_batch):
         return False
     lens = forward_batch.extend_seq_lens_cpu or ()
-    if min(lens, default=1) == 1:
+    if 1 in lens:
         return False
-    if not forward_batch.return_logprob:
-        return True
-    starts = forward_batch.extend_logprob_start_lens_cpu or ()
-    return all(start >= n for start, n in zip(starts, lens, strict=True))
+    # SGLang limits the starts to the lengths.
+    return not forward_batch.return_logprob or forward_batch.extend_logprob_start_lens_cpu == lens
 
 
 def _check_rows(
