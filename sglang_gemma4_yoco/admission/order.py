@@ -42,11 +42,15 @@ def find_runner_reason(runner: ModelRunner, model: TextModel) -> ServerRefusal |
     )
 
 
-def admit(runner: ModelRunner, model: TextModel) -> tuple[BackendPair | None, ServerRefusal | None]:
+def admit(
+    runner: ModelRunner, model: TextModel
+) -> tuple[BackendPair | None, ServerRefusal | None, object]:
     """Return the attention backends of a forward that is cut, or the reason why none is cut.
 
-    With several ranks all of them return the same reason, or none does.
+    And return third-party code that may read unfinished chunks. With several ranks all of them
+    return the same reason, or none does and they have the same code.
     """
+    readers = third_party.list_chunk_readers(runner)
     backends = None
     refusal = find_runner_reason(runner, model)
     if not refusal:
@@ -58,10 +62,10 @@ def admit(runner: ModelRunner, model: TextModel) -> tuple[BackendPair | None, Se
     # package and never answer.
     if not arguments.find_server_reason():
         difference = ranks.find_difference(
-            f"{__version__}, off because: {refusal}, {settings.current}"
+            f"{__version__}, off because: {refusal}, {settings.current}, reading chunks: {readers}"
         )
         if difference:
             refusal = ServerRefusal(difference)
     if refusal:
         backends = None
-    return backends, refusal
+    return backends, refusal, readers

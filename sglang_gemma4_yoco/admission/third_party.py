@@ -1,8 +1,9 @@
-"""Third-party code that may read skipped rows: classes, methods, functions, hooks.
+"""Third-party code that may read what is skipped: classes, methods, functions, hooks.
 
 SGLang's own code reads only the kept rows of the text model's output. Third-party code may read any
 row, and the other rows are never computed. So a server with unknown code is refused unless its
-operator trusts that code. Code is identified by the module that defines it: for functions by their
+operator trusts that code. Unknown code around sampling refuses no server: unfinished chunks then
+keep their last row. Code is identified by the module that defines it: for functions by their
 globals, which ``functools.wraps`` does not copy.
 
 The inspection runs when a runner starts. It does not follow calls inside functions, such as
@@ -10,6 +11,7 @@ kernels.
 """
 
 import inspect
+import pkgutil
 import sys
 from collections.abc import Iterator
 from types import FunctionType
@@ -39,6 +41,14 @@ LAYERS = (
     "quantization.unquant",
     "radix_attention",
     "rotary_embedding.base",
+)
+#: Classes that see an unfinished chunk's logits or its sampled token, as the runner and the sampler
+#: do. SGLang's own code discards both, except for custom logit processors.
+SAMPLING = (
+    "sglang.srt.managers.scheduler:Scheduler",
+    "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor",
+    "sglang.srt.managers.tp_worker:TpModelWorker",
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo",
 )
 #: Methods that see no rows, even if replaced.
 NO_ROWS = {
@@ -112,6 +122,22 @@ def find_third_party_code(outer: type, runner: ModelRunner | None = None) -> Ser
     if replaced:
         return REPLACED
     return None
+
+
+def list_chunk_readers(runner: ModelRunner) -> object:
+    """Return third-party code that may read what is sampled from unfinished chunks.
+
+    Wrapped constructors count too: they may install an observer.
+    """
+    return [
+        *_find_in("the sampler", runner.sampler),
+        *(
+            code
+            for owner in (runner, runner.sampler, *map(pkgutil.resolve_name, SAMPLING))
+            for name in dir(owner)
+            for code in _find_definitions(inspect.getattr_static(owner, name, None))
+        ),
+    ]
 
 
 def _has_our_forward(model: type) -> bool:

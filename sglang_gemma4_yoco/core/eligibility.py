@@ -74,7 +74,7 @@ def check_eligibility(state: ModelState, forward_batch: ForwardBatch) -> Eligibl
         return reason
     # The rows follow from the lengths, which are known now.
     kept = find_kept_rows(forward_batch)
-    intermediate = is_intermediate_chunk(forward_batch)
+    intermediate = not state.chunk_readers and is_intermediate_chunk(forward_batch)
     bucket = None
     if state.captured and not intermediate:
         bucket = state.captured.bucket_for(kept)
@@ -153,7 +153,8 @@ def is_intermediate_chunk(forward_batch: ForwardBatch) -> bool:
     of a mixed batch as unfinished, though their rows are read. These have one new token each, so a
     batch with a one-token request does not qualify. Speculative decoding does not qualify either: a
     draft may continue from the token sampled from a chunk. Nor does a custom logit processor:
-    SGLang calls it on the logits of each chunk, and it may remember them.
+    SGLang calls it on the logits of each chunk, and it may remember them. Third-party code may,
+    too: ``ModelState.chunk_readers``.
     """
     if getattr(forward_batch, compat.batch.CHUNK_MARK, True):
         return False

@@ -57,6 +57,7 @@ class ModelState:
         off_because: why none of its batches is cut, or None.
         backends: the attention backends, the tail's among them; None if the server was refused at
             start.
+        chunk_readers: third-party code that may read what is sampled from unfinished chunks.
         captured: the captured tail, if there is one.
         front: the captured prefill that runs the layers before the cut of the current batch; None
             if the model's own loop runs them.
@@ -72,6 +73,7 @@ class ModelState:
     adapter: Adapter
     off_because: ServerRefusal | None
     backends: BackendPair | None = None
+    chunk_readers: object = None
     captured: CapturedTail | None = None
     front: CapturedFront | None = None
     after_cut: AfterCut | None = None

@@ -22,8 +22,8 @@ def start_model(runner: ModelRunner, model: TextModel) -> None:
     previous = find_state(model)
     if previous:
         previous.close()
-    backends, refusal = order.admit(runner, model)
-    state = ModelState(model, registry.find_adapter(model), refusal, backends)
+    backends, refusal, readers = order.admit(runner, model)
+    state = ModelState(model, registry.find_adapter(model), refusal, backends, readers)
     state.attach(planning.plan_batch)
     state.on_close(partial(lifecycle.drop_tail, state))
     if refusal:

@@ -20,12 +20,22 @@ from sglang.srt.layers import layernorm, logits_processor, radix_attention
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor,
+)
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models import gemma4_causal, gemma4_mm
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 import triton
 from harness.fixtures import Change, Said
-from harness.forwards import assert_fast, state_of
+from harness.forwards import CHUNKS, assert_fast, state_of
+from harness.layer_rows import cut
+from harness.observe import both_ways
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.admission import third_party
 from sglang_gemma4_yoco.commands import preflight
@@ -365,6 +375,37 @@ def test_what_sees_no_rows(engine: Engine, judged: Judge) -> None:
         stack.enter_context(patched(norm, add_forward_hooks=norm.register_forward_hook))
         assert judged() is None
         assert_fast(engine)
+
+
+class MySampler(Sampler):
+    """Sampler that overrides nothing."""
+
+
+#: Third-party code that may read the logits of unfinished chunks, or the tokens sampled from them.
+CHUNK_READERS: dict[str, Foreign] = {
+    "a sampler": lambda engine: another_class(engine.runner.sampler, MySampler),
+    "a hook of the sampler": lambda engine: engine.runner.sampler.register_forward_hook(seen),
+    "a sampling observer's installer": assigned(ModelRunner, "__init__", wrapped),
+    "samplers": assigned(Sampler, "forward", wrapped),
+    "logit bias": assigned(SamplingBatchInfo, "apply_logits_bias", wrapped),
+    "workers": assigned(TpModelWorker, "forward_batch_generation", wrapped),
+    "the scheduler": assigned(Scheduler, "run_batch", wrapped),
+    "results": assigned(SchedulerBatchResultProcessor, "move_logprobs_to_cpu", wrapped),
+}
+
+
+@pytest.mark.parametrize("name", CHUNK_READERS)
+def test_third_party_code_that_may_read_chunks(
+    engine: Engine, judged: Judge, setting: Change, name: str
+) -> None:
+    """Chunks keep their last row, with stock's logits, unless the code is trusted."""
+    with CHUNK_READERS[name](engine):
+        assert judged() is None
+        _, read = both_ways(engine, engine.schedule(CHUNKS))
+        setting(trust=(__name__,))
+        assert judged() is None
+        assert_fast(engine, CHUNKS)
+    assert read.rows == cut(90, len(CHUNKS))
 
 
 def test_doctor_judges_what_needs_no_weights(setting: Change, engine: Engine) -> None:

@@ -36,7 +36,7 @@ from sglang_gemma4_reference import gemma3n, recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, settings
-from sglang_gemma4_yoco.admission import order
+from sglang_gemma4_yoco.admission import order, third_party
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
 from sglang_gemma4_yoco.core import ranks, state
 from sglang_gemma4_yoco.prefill_exits import graph_exits
@@ -188,12 +188,15 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
 
 
 def with_settings_of_its_own(rank: int, engine: Engine) -> None:
-    """Assert that other settings or versions on one rank make all ranks run as stock."""
+    """Assert that other settings, versions or plugins on one rank make all ranks run as stock."""
     with settings.changed(self_check=rank == 0):
         engine.runner.init_attention_backends()
     assert state_of(engine).report.check is None
     assert_stock(engine, ranks.NOT_ALIKE)
     with mock.patch.object(order, "__version__", f"0.{rank}"):  # another version of ours
+        engine.runner.init_attention_backends()
+    assert_stock(engine, ranks.NOT_ALIKE)
+    with mock.patch.object(third_party, "list_chunk_readers", return_value=[None] * rank):
         engine.runner.init_attention_backends()
     assert_stock(engine, ranks.NOT_ALIKE)
 
