@@ -39,6 +39,8 @@ from harness.server import (
     CAPTURED_ARGUMENTS,
     CAPTURED_GRAPHS,
     DEFAULT_THRESHOLD,
+    EXIT_ARGUMENTS,
+    EXIT_GRAPHS,
     Server,
     pair,
     python_path,
@@ -134,6 +136,9 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", E2B_TINY)
 
 
+PROCESSORS = "--enable-custom-logit-processor"
+
+
 @pytest.fixture(scope="session")
 def servers(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
@@ -148,8 +153,8 @@ def servers(
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
         "SGLANG_ENABLE_NAN_LOGITS_CHECK": "1",
     }
-    directory, features = tmp_path_factory.mktemp("servers"), ["--enable-custom-logit-processor"]
-    with pair(tiny_checkpoint, directory, *features, env=checks) as both:
+    directory = tmp_path_factory.mktemp("servers")
+    with pair(tiny_checkpoint, directory, PROCESSORS, env=checks) as both:
         yield both
 
 
@@ -168,6 +173,8 @@ def fast_server(name: str, **how: Any) -> Any:
 default_server = fast_server("default_server", env=DEFAULT_THRESHOLD)
 #: Its decode steps and prefill tails are replayed.
 captured_server = fast_server("captured_server", arguments=CAPTURED_ARGUMENTS, env=CAPTURED_GRAPHS)
+#: Its captured prefills are left at their exits.
+exits_server = fast_server("exits_server", arguments=(*EXIT_ARGUMENTS, PROCESSORS), env=EXIT_GRAPHS)
 #: Two tensor-parallel ranks, with metrics; it audits each cut prefill.
 ranks_server = fast_server(
     "ranks_server",

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,14 +28,18 @@ from harness.ask import (
     TOLERANCE,
     Answer,
     assert_alike,
+    assert_same_answers,
     at_once,
     chat,
+    compare,
     generate,
+    one_by_one,
     over_a_chunk_boundary,
     picture,
     tokens,
 )
-from harness.layer_rows import cut
+from harness.disaggregated import listed
+from harness.layer_rows import CHUNK_KEPT, cut
 from harness.server import CHUNK, Pair, Server
 from sglang_gemma4_reference.tail_failures import slow_prefills
 
@@ -49,8 +54,22 @@ def test_regex(servers: Pair) -> None:
     assert re.match("(yes|no), [0-9]{4}", both.on[0])
 
 
-class FirstSeen(CustomLogitProcessor):
-    """Answers with the token that was the likeliest one when the request was first seen."""
+CHUNKS = tokens(2 * CHUNK + 44, seed=35)
+TOKEN = 77
+
+
+@pytest.fixture(params=["on_server", pytest.param("exits_server", marks=pytest.mark.release)])
+def chunking(request: pytest.FixtureRequest, off_server: Server) -> Pair:
+    """Return a fast server, or one that leaves its captured prefills, and the stock one."""
+    return request.getfixturevalue(request.param), off_server
+
+
+class ChunkReader(CustomLogitProcessor):
+    """Answers with the token that was the likeliest one when the request was first seen.
+
+    With a ``token`` among the request's parameters, that one is sampled from its unfinished chunks,
+    and nothing else is changed.
+    """
 
     __module__ = "__main__"  # so it is sent by value: the server cannot import this file
 
@@ -58,23 +77,63 @@ class FirstSeen(CustomLogitProcessor):
         """Return the logits [requests, vocabulary] with all other tokens ruled out."""
         for own, parameters in zip(logits, custom_param_list, strict=True):
             request = parameters["__req__"]
-            if not hasattr(request, "first_seen"):
-                request.first_seen = int(own.argmax())
+            if "token" not in parameters:
+                token = vars(request).setdefault("first_seen", int(own.argmax()))
+            elif request.extend_end < len(request.origin_input_ids):
+                token = parameters["token"]
+            else:
+                continue
             own.fill_(-float("inf"))
-            own[request.first_seen] = 0
+            own[token] = 0
         return logits
 
 
-def test_custom_logit_processor(servers: Pair) -> None:
+def ask_chunks(server: Server, prompts: Any, processor: str | None = None, **sampling: Any) -> Any:
+    """Return the token ids of the answers to prompts."""
+    how = {"sampling_params": GREEDY | sampling, "custom_logit_processor": processor}
+    return [reply["output_ids"] for reply in listed(server.generate(input_ids=prompts, **how))]
+
+
+def test_custom_logit_processor(chunking: Pair) -> None:
     """SGLang calls it on the logits of each chunk, so each chunk keeps its last row."""
-    sampling = GREEDY | {"ignore_eos": True, "custom_params": {}}
-    body = {"sampling_params": sampling, "custom_logit_processor": FirstSeen.to_str()}
-    lengths = [CHUNK, CHUNK, 44]
+    how = {"processor": ChunkReader.to_str(), "custom_params": {}}
+    both = compare(chunking, lambda server: ask_chunks(server, CHUNKS, **how))
+    assert both.on == both.off
+    assert [rows[-1] for rows in both.rows] == [1, 1, 1]
 
-    def ask(server: Server) -> list[list[int]]:
-        return [server.generate(input_ids=tokens(sum(lengths), seed=35), **body)["output_ids"]]
 
-    assert_alike(servers, ask, rows=[cut(rows, 1) for rows in lengths])
+#: By what sees the logits of unfinished chunks or the tokens sampled from them, requests for which
+#: it must discard them.
+DISCARDING: dict[str, dict[str, Any]] = {
+    "stop tokens": {"stop_token_ids": [TOKEN], "ignore_eos": False},
+    "penalties": {"min_new_tokens": 3, "frequency_penalty": 2, "presence_penalty": 2},
+    "a grammar": {"regex": "(yes|no), [0-9]{4}"},
+    "logit bias": {"logit_bias": {str(TOKEN): 5}},
+    "several answers": {"n": 3},
+}
+
+
+@pytest.mark.parametrize("name", DISCARDING)
+def test_who_discards_what_is_sampled_from_chunks(chunking: Pair, name: str) -> None:
+    """Chunks that skip the tail, or whose sampled token is another one, make no difference.
+
+    Some share a forward with another request.
+    """
+    other = {"processor": ChunkReader.to_str(), "custom_params": {"token": TOKEN}}
+    for prompts in ([tokens(30, seed=36), CHUNKS], CHUNKS):
+        ask = partial(ask_chunks, prompts=prompts, **DISCARDING[name])
+        both = compare(chunking, ask)
+        chunking[1].forget_prefixes()
+        assert both.on == both.off == ask(chunking[1], **other)
+    assert both.rows[0][-1] == CHUNK_KEPT
+
+
+@pytest.mark.parametrize(("start", "kept"), [(CHUNK - 1, 1), (CHUNK + 40, CHUNK_KEPT)])
+def test_logprobs_of_chunks(chunking: Pair, start: int, kept: int) -> None:
+    """A chunk's last row has the input logprob of the next chunk's first token."""
+    both = compare(chunking, one_by_one(CHUNKS, logprob_start_len=start))
+    assert_same_answers(both)
+    assert both.rows[0][-1] == kept
 
 
 @contextmanager
