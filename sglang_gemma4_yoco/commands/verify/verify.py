@@ -191,10 +191,8 @@ def send_prompt(server: Server, prompt: Prompt) -> Answer:
     return Answer.of(reply, time.perf_counter() - began)
 
 
-def end_round(server: Server, found: VerifyResult, name: str) -> None:
-    """Count the prefills of a round of requests; the next one begins with an empty prefix cache."""
-    if server.fast:
-        found.prefills[name] += server.take_forwards()
+def end_round(server: Server, name: str) -> None:
+    """End a round of requests; the next one begins with an empty prefix cache."""
     server.forget_prefixes()
     say(f"Done: {server.name}, {name}")
 
@@ -214,12 +212,12 @@ def send_in_turns(
             if name == ALONE:
                 say(f"{prompt.kind}, {server.name}:\n  {answer.text!r}")
     for server in both:
-        end_round(server, found, name)
+        end_round(server, name)
         if not server.fast:  # each is a separate batch, as before
             # The second time the rest is cached: stock computes the last row alone, like the tail.
             for prompt, way in product(prompts, (AGAIN, CACHED)):
                 found.answers[False, way].append(send_prompt(server, prompt))
-            end_round(server, found, f"{name}, again")
+            end_round(server, f"{name}, again")
 
 
 def send_at_once(
@@ -232,7 +230,9 @@ def send_at_once(
             found.answers[server.fast, name] += pool.map(partial(send_prompt, server), prompts)
         finally:  # without waiting: after an interrupt their server is stopped next
             pool.shutdown(wait=False, cancel_futures=True)
-        end_round(server, found, name)
+        if server.fast:
+            found.prefills[name] = server.take_forwards()
+        end_round(server, name)
 
 
 def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt], found: VerifyResult) -> None:
