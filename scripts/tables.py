@@ -323,6 +323,12 @@ def list_breakages(document: Document) -> Rows:
         yield name, found["on"], found["models"], found["smallest"]
 
 
+def list_verified(document: Document) -> Rows:
+    """Yield how often ``verify`` reported a problem, without a defect and with one."""
+    for kind, rounds in document["rounds"].items():
+        yield kind, rounds, document["reported"][kind]
+
+
 def list_costs(document: Document) -> Rows:
     """Yield the cost of the self-check and of an audit, in stock forwards."""
     for model, cost in document["cost"].items():
@@ -413,6 +419,7 @@ TABLES = (
     Table(LONG, "threshold", list_prefills, "threshold_*.json"),
     Table(LONG, "host", list_host, "host_*.json"),
     Table(LONG, "checks", list_breakages, "checks_*.json"),
+    Table(LONG, "verified", list_verified, "verify_rounds_*.json"),
     Table(LONG, "gpu load", list_loads, "gpu_l*.json"),
     Table(LONG, "gpu prefill", list_prefills, "gpu_prefill_*.json"),
     Table(LONG, "gpu eager", list_prefills, "gpu_eager_*.json"),

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import sglang
 
 from harness.documented import missing_tests
 from scripts import plot_prefill, tables
@@ -43,6 +44,13 @@ def modes() -> dict[str, str]:
             assert path in ("active", "stock", "active or stock", "not supported"), row
             remarks[configuration] = remark
     return remarks
+
+
+def test_what_loads_no_plugins() -> None:
+    """docs/operating.md and docs/modes.md say so: it measures, or serves, stock."""
+    package = Path(sglang.__file__).parent
+    for file in ("benchmark/one_batch.py", "srt/ray/scheduler_actor.py"):
+        assert "load_plugins" not in (package / file).read_text()
 
 
 def test_every_mode_has_its_evidence() -> None:
