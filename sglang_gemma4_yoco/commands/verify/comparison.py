@@ -171,8 +171,8 @@ def find_outlier(fast: Sequence[Answer], stock: Sequence[Answer]) -> str | None:
     """Return how far the answers to one prompt are from stock's, as a sentence if it is too far.
 
     The distance of two answers is the mean difference of their log-probabilities. An answer's
-    distance from stock is that from the nearest of stock's answers. It may be twice the largest
-    distance of two of these, plus 0.05. Of a prompt that is sensitive to rounding, stock's answers
+    distance from stock is that from the nearest of stock's answers. It may be the largest distance
+    of two of these, plus 0.125. Of a prompt that is sensitive to rounding, stock's answers
     in other batches were 0.2 to 3 apart, and those to other prompts of the same model equal. Tokens
     are not compared: the last bit decides between two that are equally likely.
 
@@ -190,8 +190,9 @@ def find_outlier(fast: Sequence[Answer], stock: Sequence[Answer]) -> str | None:
         own = max(map(measure, combinations(stock, 2)))
         nearest = [min(measure((answer, other)) for other in stock) for answer in fast]
         found = statistics.median_low(nearest or [0.0])
-        # 0.05 if stock does not differ from itself: bfloat16 has 8 bits.
-        limit = 2 * own + 0.05
+        # Stock's answers may be equal by chance. Gemma caps logits at 30, and neighbouring bfloat16
+        # numbers between 16 and 32 are 0.125 apart.
+        limit = own + 0.125
         # If stock's own distances are not finite, there is no limit.
         if found > limit or math.isinf(found):
             return (

@@ -12,7 +12,7 @@ SGLANG_API_KEY.
 In float32 on a CPU all tokens must be equal, and all log-probabilities within 1e-3. Elsewhere, and
 if two runs of stock in identical batches differ by more than that, each prompt is judged by stock's
 own answers to it. With the mean difference of log-probabilities as the distance, fast's answer may
-be 2 * A + 0.05 from the nearest of these, if A is the largest distance between two of them. Of the
+be A + 0.125 from the nearest of these, if A is the largest distance between two of them. Of the
 answers that were sent with others the median counts. Stock gets a prompt beyond that eight more
 times, in other batches, before it is a problem. The rule applies first to the parts of answers that
 prefills computed, then to whole answers.

@@ -103,7 +103,7 @@ def run_round(servers: Servers, draw: random.Random, defect: str | None = None) 
     """
     fast, stock = servers.pair
     words = " ".join(prompts.read_file(prompts.BUNDLED)).split()
-    texts = [" ".join(draw.sample(words, draw.randint(4, 40))) for _ in range(8)]
+    texts = [" ".join(draw.sample(words, draw.randint(4, 40))) for _ in range(5)]
     args = Namespace(
         prompt_tokens=[64], repeats=1, texts=texts, device="cpu", tokenizer=servers.tokenizer
     )

@@ -256,7 +256,7 @@ def answers(*logprobs: float) -> list[Answer]:
 def test_elsewhere_stocks_answers_to_the_prompt_are_the_measure(own: float) -> None:
     """Fast's answer may be farther from the nearest one than these are from each other."""
     stock = answers(-1.0 - own, -1.0, -1.0 - own / 2)
-    limit = 2 * own + 0.05
+    limit = own + 0.125
     assert find_outlier(answers(-1.0 + limit * 0.99), stock) is None
     assert find_outlier(answers(-1.0 - own - limit * 0.99), stock) is None
     assert find_outlier(answers(-1.0 + limit * 1.01), stock)
@@ -283,9 +283,9 @@ def test_what_prefills_computed_is_judged_by_itself() -> None:
     """Most tokens come from decode steps, and hide the first ones; a timed prompt has none."""
     rest = [position(2, -1.0)] * 11
     stock = [answer(position(1, -1.0), *rest)] * 2
-    first = answer(position(1, -1.1), *rest)
-    later = answer(position(1, -1.0), *[position(2, -1.1)] * 11)
-    for fast, told in ((first, "those of prefills alone) differ by 0.1"), (later, "all) ")):
+    first = answer(position(1, -1.2), *rest)
+    later = answer(position(1, -1.0), *[position(2, -1.2)] * 11)
+    for fast, told in ((first, "those of prefills alone) differ by 0.2"), (later, "all) ")):
         assert str(find_outlier([fast], stock)).startswith(f"log-probabilities ({told}")
 
 
@@ -314,7 +314,7 @@ def test_prompts_that_stand_out_are_sent_to_stock_again(tmp_path: Path) -> None:
     assert flushed.call_count == len(verify.MORE)
     outliers = verify.find_outliers(sent, found.answers)
     assert [kind for kind in prompts.KINDS if outliers[kind]] == [prompts.CHUNKS]
-    assert "differ by 1 on average, and 0.05 is allowed" in str(outliers[prompts.CHUNKS])
+    assert "differ by 1 on average, and 0.12 is allowed" in str(outliers[prompts.CHUNKS])
 
 
 # ---------------------------------------------------------------- the document, and the page
@@ -363,7 +363,7 @@ def test_a_time_from_the_prefix_cache_is_refused() -> None:
     [
         (0.01, True, 0.0, False),
         (0.01, False, 0.0, True),
-        (0.06, False, 0.0, False),
+        (0.13, False, 0.0, False),
         # In float32, where all must be equal, unless stock differs from itself.
         (0.3, True, 0.3, True),
         (3.0, True, 0.3, False),
