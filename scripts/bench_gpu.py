@@ -102,8 +102,8 @@ def command_of(part: str, model: str, args: argparse.Namespace, device: str) -> 
     return [sys.executable, f"scripts/{script}", *options]
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Return the parsed command line; see ``--help``."""
+def main() -> int:
+    """Measure; return the exit status."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--preset", nargs="+", default=["E2B"], help="E2B, E4B, or smaller random models")
@@ -111,12 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--part", nargs="+", choices=COMMANDS, default=[*COMMANDS], help="what to measure")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run")
     add("--results", type=Path, default=RESULTS, help="the folder of the result files")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Measure; return the exit status."""
-    args = parse_arguments()
+    args = parser.parse_args()
     from scripts.bench.bench_prefill import choose_device
 
     device = choose_device(args.device)

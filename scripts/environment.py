@@ -15,6 +15,8 @@ from pathlib import Path
 from sglang_gemma4_yoco.commands.console import CommandError, say
 
 REPO = Path(__file__).resolve().parent.parent
+#: For ``sys.path``: where the tests' harness is.
+HARNESS = str(REPO / "test" / "srt")
 SetupError = CommandError
 SGLANG_VERSION = "0.5.23"
 #: A range that names a pre-release admits pre-releases, of SGLang alone.

@@ -27,8 +27,7 @@ def device_name(device: str) -> str:
         return f"cpu ({os.cpu_count()} cores)"
     import torch
 
-    name: str = torch.cuda.get_device_name()
-    return name
+    return torch.cuda.get_device_name()
 
 
 def origin() -> dict[str, str]:

@@ -59,31 +59,16 @@ def pytest_arguments(args: argparse.Namespace) -> list[str]:
     return [*chosen, *IN_TWO_PROCESSES, *args.pytest, *folders]
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Return the parsed command line; see ``--help``."""
-    parser = new_parser(__doc__)
-    add = parser.add_argument
-    add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")
-    add("--sglang-version", default=SGLANG_VERSION, help="a release; newest; prerelease")
-    add("--lint", action="store_true", help="check style and types too")
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--quick", action="store_true", help="less than three minutes, no server")
-    chosen.add_argument("--all", action="store_true", help="also what only a release must pass")
-    chosen.add_argument("--gpu", action="store_true", help="what needs a GPU, and nothing else")
-    add("pytest", nargs="*", help="arguments for pytest, after --")
-    return parser.parse_args()
-
-
 def check_first(python: Path) -> bool:
     """Check the style, and the types of the package; return False at the first check that fails."""
     sources = (REPO / "test/srt/rehearsal").glob("*.cpp")
-    commands: list[tuple[str | Path, ...]] = [
-        (python.with_name("ruff"), "check", "."),
-        (python.with_name("ruff"), "format", "--check", "."),
-        (python.with_name("clang-format"), "--dry-run", "--Werror", *sources),
-        (python, "scripts/dev/package_types.py"),
-    ]
-    return all(run(*command) for command in commands)
+    ruff = python.with_name("ruff")
+    return (
+        run(ruff, "check", ".")
+        and run(ruff, "format", "--check", ".")
+        and run(python.with_name("clang-format"), "--dry-run", "--Werror", *sources)
+        and run(python, "scripts/dev/package_types.py")
+    )
 
 
 def run_beside(silent: Sequence[str | Path], shown: Sequence[str | Path]) -> bool:
@@ -107,7 +92,17 @@ def run_beside(silent: Sequence[str | Path], shown: Sequence[str | Path]) -> boo
 
 def main() -> int:
     """Set up, check, test; return the exit status."""
-    args = parse_arguments()
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")
+    add("--sglang-version", default=SGLANG_VERSION, help="a release; newest; prerelease")
+    add("--lint", action="store_true", help="check style and types too")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--quick", action="store_true", help="less than three minutes, no server")
+    chosen.add_argument("--all", action="store_true", help="also what only a release must pass")
+    chosen.add_argument("--gpu", action="store_true", help="what needs a GPU, and nothing else")
+    add("pytest", nargs="*", help="arguments for pytest, after --")
+    args = parser.parse_args()
     python = Path(sys.executable)
     try:
         if not args.gpu or find_spec("sglang") is None:

@@ -36,14 +36,14 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
 from scripts.command_line import failed, new_parser
-from scripts.environment import REPO, SetupError
+from scripts.environment import HARNESS, SetupError
 from scripts.result_files import origin, write_result
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
 
 if TYPE_CHECKING:
     from harness.checked_models import Group, Result
 
-sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
+sys.path.append(HARNESS)
 ENOUGH = 4.0  # every defect's error must exceed this multiple of its bound
 INFINITE = "infinite"  # in a result file, since JSON has no infinity
 
@@ -73,7 +73,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     """Return false alarms, errors, costs, and each defect's smallest error by its bound."""
     largest = {"check": 0.0, "audits": 0.0, "proofs": 0.0}
     alarms = dict.fromkeys(largest, 0)
-    factors: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    factors = defaultdict(list)
     for result in results:
         errors = {"check": result.check, "audits": result.audits, "proofs": result.proof}
         for kind, error in errors.items():
@@ -110,26 +110,12 @@ def finite(value: Any) -> Any:
     return INFINITE
 
 
-def parse_arguments() -> Namespace:
-    """Return the parsed command line; see ``--help``."""
-    parser = new_parser(__doc__)
-    add = parser.add_argument
-    add("--models", type=parse_positive, help="maximum number of models of each shape and type")
-    add("--only", default="", help="shapes with this in their name")
-    add("--triton", action="store_true", help="on SGLang's Triton backend")
-    add("--results", type=Path, help="where to put the results, as JSON")
-    args = parser.parse_args()
-    if args.triton and os.environ.get("TRITON_INTERPRET") != "1":
-        parser.error("--triton needs TRITON_INTERPRET=1: without it SGLang has no Triton on a CPU")
-    return args
-
-
 def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run the requested models; return the summary and the whole document."""
     from harness import checked_models
 
     about = origin()  # before the result file changes the checkout
-    results: list[Result] = []
+    results = []
     wanted = checked_models.groups(args.only, args.models, args.triton)
     if not wanted:
         raise SetupError(f"no shape has {args.only!r} in its name")
@@ -146,7 +132,15 @@ def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def main() -> int:
     """Run, print, and return the exit status."""
-    args = parse_arguments()
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("--models", type=parse_positive, help="maximum number of models of each shape and type")
+    add("--only", default="", help="shapes with this in their name")
+    add("--triton", action="store_true", help="on SGLang's Triton backend")
+    add("--results", type=Path, help="where to put the results, as JSON")
+    args = parser.parse_args()
+    if args.triton and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("--triton needs TRITON_INTERPRET=1: without it SGLang has no Triton on a CPU")
     try:
         counts, document = run(args)
     except (SetupError, OSError, ValueError, ImportError) as failure:

@@ -61,7 +61,7 @@ from scripts.command_line import failed, make_checkpoint, make_log_dir, new_pars
 from scripts.environment import REPO, SetupError
 from scripts.result_files import begin_result, write_result
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.commands.console import CommandError, say
+from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
 from sglang_gemma4_yoco.settings import name_of
 
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 PERCENTILES = (50, 95, 99)
 GRAPHS = {name_of("prefill_graphs"): "1"}
 #: The ways: environment variables besides the switch; are prefills cut; must SGLang's have exits.
-WAYS: dict[str, tuple[dict[str, str], bool, bool]] = {
+WAYS = {
     "off": ({}, False, False),
     "on": ({}, True, False),
     "graphs": (GRAPHS | {name_of("min_skipped_rows"): "1000000"}, False, True),
@@ -355,7 +355,6 @@ def main() -> int:
     except (
         SetupError,
         WrongPathError,
-        CommandError,
         subprocess.TimeoutExpired,
         OSError,
         ImportError,

@@ -177,7 +177,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     presets = ["E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"]
-    presets += [f"{GEMMA3N}E2B_MINI", f"{GEMMA3N}E4B_MINI"]
+    presets += ["GEMMA3N_E2B_MINI", "GEMMA3N_E4B_MINI"]
     add("--preset", choices=presets, default="E2B_MINI", help="a model with random weights")
     lengths = [128, 512, 2048, 8192]
     add("--lengths", type=parse_positive, nargs="+", default=lengths, help="tokens of a prompt")
@@ -350,7 +350,7 @@ def timed_in_turns(
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Return the seconds of each way's forwards, and its last logits; rounds rotate the order."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    logits: dict[str, torch.Tensor] = {}
+    logits = {}
     order = list(ways)
     for _ in range(repeats):
         for way in order:
@@ -362,7 +362,7 @@ def timed_in_turns(
 
 def rows_of_forward(engine: Any, batch: Any) -> list[int]:
     """Return the FFN rows of each layer with the fast path on, from hooks; 0 if replayed."""
-    rows: list[int] = []
+    rows = []
     with ExitStack() as span:
         for layer in engine.text_model.layers:
             hook = layer.mlp.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[0]))
@@ -641,10 +641,11 @@ def main() -> int:
         os.environ[name_of("min_skipped_rows")] = str(args.min_skipped_rows)
     status = 0
     rows = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
-    graphs: dict[str, Any] = {"graphs": bool(args.graphs), "prefills": buckets(args, device)}
+    graphs, prefills = args.graphs is not None, buckets(args, device)
     with tempfile.TemporaryDirectory() as directory:
-        engine = build_engine(args.preset, device, Path(directory), rows, **graphs)
-        if args.graphs:
+        folder = Path(directory)
+        engine = build_engine(args.preset, device, folder, rows, graphs=graphs, prefills=prefills)
+        if graphs:
             capture(engine)
         document = describe(args.preset, engine)  # before the result file changes the checkout
         document |= {"points": [], "not_active": [], "gate": measure_gate(engine)}

@@ -47,8 +47,6 @@ from sglang_gemma4_yoco.commands.verify.servers import (
     run_servers,
 )
 
-FAILURES = (SetupError, WrongPathError, OSError, ImportError)
-
 
 @dataclass
 class Answers:
@@ -71,7 +69,7 @@ def ask_gsm8k(args: argparse.Namespace, url: str) -> Answers:
     key = os.environ.get("SGLANG_API_KEY", "none")
     os.environ |= {"OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1,localhost"}
     home = Path(lm_eval.__file__).parent
-    task: dict[str, Any] = yaml.safe_load((home / "tasks/gsm8k/gsm8k.yaml").read_text())
+    task = yaml.safe_load((home / "tasks/gsm8k/gsm8k.yaml").read_text())
     if args.questions is not None:
         both = dict.fromkeys(("train", "test"), str(args.questions.resolve()))
         task |= {"dataset_path": "json", "dataset_name": None}
@@ -82,7 +80,7 @@ def ask_gsm8k(args: argparse.Namespace, url: str) -> Answers:
     about = {"base_url": f"{url}/{path}", "model": "default", "num_concurrent": args.concurrency}
     about |= {"tokenizer_backend": None, "tokenized_requests": False}
     about |= {"max_length": 131072, "timeout": 1800}
-    options: dict[str, Any] = {"model": kind, "tasks": [task], "num_fewshot": 5, "batch_size": 1}
+    options = {"model": kind, "tasks": [task], "num_fewshot": 5, "batch_size": 1}
     options |= {"apply_chat_template": args.chat, "fewshot_as_multiturn": args.chat}
     options["gen_kwargs"] = {"temperature": 0, "max_gen_toks": args.max_tokens}
     found = lm_eval.simple_evaluate(model_args=about, limit=args.limit, **options)
@@ -111,9 +109,11 @@ def share_identical(off: Answers, other: Answers, way: str) -> float:
 def compare(found: Mapping[str, Answers]) -> dict[str, Any]:
     """Print the differences of ``again`` and ``on`` from ``off``; return the figures."""
     off = found["off"]
-    figures: dict[str, Any] = {"questions": len(off.texts)}
-    figures["identical_again"] = share_identical(off, found["again"], "off again")
-    figures["identical"] = share_identical(off, found["on"], "on")
+    figures: dict[str, Any] = {
+        "questions": len(off.texts),
+        "identical_again": share_identical(off, found["again"], "off again"),
+        "identical": share_identical(off, found["on"], "on"),
+    }
     for way, answers in found.items():
         say(f"accuracy {way}: {answers.accuracy}")
         figures[f"accuracy_{way}"] = answers.accuracy
@@ -137,21 +137,21 @@ def served(args: argparse.Namespace, directory: Path, way: str) -> Iterator[str]
 
 def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Ask both servers, stock twice; return the document with the comparison."""
-    found: dict[str, Answers] = {}
+    found = {}
     for way in ("off", "on"):
         with served(args, directory, way) as url:
             found[way] = ask_gsm8k(args, url)
             if way == "off":
                 found["again"] = ask_gsm8k(args, url)
-    document: dict[str, Any] = {**origin(), "model": args.model, "active": None}
+    document = {**origin(), "model": args.model, "active": None}
     if args.model is not None:  # unknown for servers that were started elsewhere
         document["active"] = True
     document["gsm8k"] = compare(found)
     return document
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line; see ``--help``."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask, compare, print; return the exit status."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--model", help="a checkpoint to serve, off and then on")
@@ -167,16 +167,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     learn_secrets(args.flags)
     if (args.off is None) != (args.on is None) or (args.off is None) == (args.model is None):
         parser.error("name either --model, or both --off and --on")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Ask, compare, print; return the exit status."""
-    args = parse_arguments(argv)
     with tempfile.TemporaryDirectory() as directory:
         try:
             print(json.dumps(run(args, Path(directory))))
-        except FAILURES as failure:  # while its log still exists
+        except (SetupError, WrongPathError, OSError, ImportError) as failure:
+            # While the server's log still exists.
             return failed(failure)
     return 0
 

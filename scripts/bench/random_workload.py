@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
 from scripts.command_line import failed, make_checkpoint, make_log_dir, new_parser
-from scripts.environment import REPO, SetupError
+from scripts.environment import HARNESS, REPO, SetupError
 from scripts.result_files import begin_result, write_result
 from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from harness.server import Server
     from sglang_gemma4_reference.workload import Request
 
-sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
+sys.path.append(HARNESS)
 PRESET = "E2B_TINY"
 CLIENTS = 16
 ARGUMENTS = ("--max-total-tokens", "32768", "--chunked-prefill-size", "1024")
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace, logs: Path) -> Iterator[tuple[Pass, Any]]:
     checkpoint = make_checkpoint(PRESET, args.work_dir)
     workload = make_requests(args.requests, args.seed)
     env = {**DEFAULT_THRESHOLD, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    off: dict[str, Any] = {"switch": "0", "arguments": ARGUMENTS, "env": env, "spawned": True}
+    off = {"switch": "0", "arguments": ARGUMENTS, "env": env, "spawned": True}
     on, captured = off | {"switch": None}, tuple[int, ...]()
     if args.captured:
         captured = CAPTURED_ROWS
@@ -201,25 +201,16 @@ def new_load_parser(about: str | None, requests: int) -> argparse.ArgumentParser
     return parser
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Return the parsed command line; see ``--help``."""
+def main() -> int:
+    """Run, print, and return the exit status."""
     parser = new_load_parser(__doc__, 200)
     add = parser.add_argument
     add("--captured", action="store_true", help="replay decode steps and tails from graphs")
     add("--failures-every", type=int, default=0, metavar="N", help="see above")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Run, print, and return the exit status."""
-    args = parse_arguments()
+    args = parser.parse_args()
     try:
-        from harness.server import ServerDiedError
-    except ImportError as failure:
-        return failed(failure)
-    document: dict[str, Any] = begin_result(PRESET, "cpu", "float32")
-    document |= {"passed": True, "passes": [], "comparisons": []}
-    try:
+        document = begin_result(PRESET, "cpu", "float32")
+        document |= {"passed": True, "passes": [], "comparisons": []}
         logs = make_log_dir(args.work_dir)
         args.work_dir = logs.parents[1]
         say(f"Logs: {logs}")
@@ -232,7 +223,7 @@ def main() -> int:
             if comparison is not None:
                 document["comparisons"].append(asdict(comparison))
             line = write_result(args.json, document)  # a later pass may end without an answer
-    except (SetupError, OSError, ServerDiedError) as failure:
+    except (SetupError, OSError, ImportError) as failure:
         return failed(failure)
     print(line)
     return int(not document["passed"])

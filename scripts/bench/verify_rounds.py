@@ -25,13 +25,13 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
 from scripts.command_line import failed, new_parser
-from scripts.environment import REPO
+from scripts.environment import HARNESS
 from scripts.result_files import origin, write_result
 from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.verify.prompts import KINDS
 from sglang_gemma4_yoco.commands.verify.verify import parse_positive
 
-sys.path.append(str(REPO / "test" / "srt"))  # for the tests' harness
+sys.path.append(HARNESS)
 RIGHT = "no defect"
 
 

@@ -111,10 +111,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     bad = 0
     for name in args.versions:
-        title = f"SGLang {name}"
-        if args.override is not None:
-            title += f" with {args.override}"
-        heading(title)
+        heading(f"SGLang {name}")
         found = try_release(name, folder, args.override)
         passed = found["passed"] > 0 and not found["failed"] and found["types"] == "passed"
         bad += not passed

@@ -148,7 +148,7 @@ def servers(
     SGLang's own checks end a server on an error: in its pools (after every batch and when idle, the
     default), in the ownership of pages, or if logits are NaN.
     """
-    checks: dict[str, str | None] = {
+    checks = {
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
         "SGLANG_ENABLE_NAN_LOGITS_CHECK": "1",
@@ -237,7 +237,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     named = [(pkgutil.resolve_name(path), name) for path, name in reports.OPTIONAL]
     for owner, name in [*runner_methods.WRAPPED, *named]:
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    models: list[Any] = list(registry.list_text_models())
+    models = list(registry.list_text_models())
     for text_model in models:
         monkeypatch.setattr(text_model, "forward", inspect.unwrap(text_model.forward))
     compat.names.find_missing.cache_clear()

@@ -283,7 +283,7 @@ class Engine:
 
     def written(self, batch: ScheduleBatch) -> list[torch.Tensor]:
         """Return copies of K and V, at the slots that ``batch`` writes, of layers that own some."""
-        found: list[torch.Tensor] = []
+        found = []
         for layer in self.layers_with_kv:
             slots = self._written_slots(batch, layer)
             found += [buffer[slots] for buffer in self._buffers(layer)]

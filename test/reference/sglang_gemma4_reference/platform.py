@@ -172,5 +172,4 @@ def _backend(kind: str, runner: ModelRunner) -> AttentionBackend:
     from sglang_gemma4_reference import attention
 
     attention.register_as_proven()
-    backend: AttentionBackend = getattr(attention, kind)(runner)
-    return backend
+    return getattr(attention, kind)(runner)

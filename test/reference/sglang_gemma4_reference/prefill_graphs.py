@@ -65,7 +65,7 @@ class Segment:
         of_capture = capture.cuda_graph.__dict__
         if "recording" not in of_capture:
             of_capture["recording"] = RecordedPrefill(pool if isinstance(pool, Pool) else None)
-        recording: RecordedPrefill = of_capture["recording"]
+        recording = of_capture["recording"]
         self._recording, self._first = recording, len(recording)
         self._notes = recording.notes.copy()
         self._mode = Recording(recording)

@@ -105,7 +105,7 @@ def unseen() -> Iterator[None]:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of a tree of lists, tuples, dictionaries and dataclasses, in its order."""
-    found: list[torch.Tensor] = []
+    found = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)

@@ -46,7 +46,7 @@ def enable_graphs(captures: Callable[[str], bool]) -> None:
     # With a PyTorch for CUDA it queries CUDA for the stream of the current device.
     stream, replacement = "get_current_device_stream_fast", lambda: torch.cpu.current_stream()
     _replace_everywhere("sglang.srt.utils.common", stream, replacement)
-    setup: Any = import_module("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")
+    setup = import_module("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")
     stock, stock_prefill = setup.capture_decode_graph, setup.capture_prefill_graph
 
     def capture_decode_graph(*, model_runner: Any) -> Any:

@@ -33,7 +33,7 @@ VERIFY = "TARGET_VERIFY"
 
 #: The batch that SGLang serves by a captured prefill; it calls the model with a copy, which has
 #: fewer fields.
-replayed: ContextVar[Any] = ContextVar("replayed", default=None)
+replayed = ContextVar("replayed", default=None)
 
 
 @dataclass
@@ -102,7 +102,7 @@ def observe(model: Any, file: str) -> None:
     Synthetic requests are left out.
     """
     layers = model.layers
-    current: Prefill | None = None
+    current = None
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal current

@@ -276,7 +276,7 @@ class Client:
             if not request.body["stream"]:
                 replies = response.json()
                 return _read(replies if isinstance(replies, list) else [replies])
-            latest: dict[int, Any] = {}
+            latest = {}
             for line in response.iter_lines():
                 text = line.decode().removeprefix("data: ")
                 if text == "[DONE]" or time.monotonic() > leaves_at:
@@ -405,7 +405,6 @@ class Comparison:
 
     Attributes:
         answered: requests that got whole answers from the server under test.
-        aborted: the interrupted requests whose answers it ended early.
         compared_tokens: tokens found equal.
         compared_logprobs: log-probabilities found within the tolerance.
         largest_difference: of two log-probabilities.
@@ -414,7 +413,6 @@ class Comparison:
     """
 
     answered: int = 0
-    aborted: int = 0
     compared_tokens: int = 0
     compared_logprobs: int = 0
     largest_difference: float = 0.0
@@ -474,7 +472,6 @@ def _compare(
         if has_failed(request, answer):
             raise _DifferentError(f"no answer from the {server} server: {answer.error}")
     result.answered += not tested.aborted
-    result.aborted += tested.aborted
     # They come with the first token; an interrupted answer may have ended before.
     if not request.interrupted or (stock.begun and tested.begun):
         _compare_positions(stock.read, tested.read, "input", result)

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from harness.batches import BATCHES, batch_of
 from harness.decode_graphs import record_tail
-from harness.forwards import ENGINE, assert_fast, backends_of, state_of, times
+from harness.forwards import ENGINE, assert_fast, backends_of, no_tail_on_main, state_of, times
 from harness.layer_rows import LAYERS
 from harness.observe import run
 from sglang_gemma4_reference import releases
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 ALONE: dict[str, Any] = {"attention_backend": "intel_xpu", "page_size": 64}
 #: The hybrid's pages are of 128 tokens, as SGLang requires.
-SERVERS: dict[str, dict[str, Any]] = {
+SERVERS = {
     "alone": ALONE | {"cuda_graph_bs_decode": [2]},
     "hybrid": {"prefill_attention_backend": "intel_xpu", "decode_attention_backend": "triton"},
 }
@@ -40,11 +40,6 @@ SERVERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=SERVERS)
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
     return Engine(tiny_checkpoint, **ENGINE, **SERVERS[request.param])
-
-
-no_tail_on_main = mock.patch.object(
-    FrontBackend, "forward_decode", side_effect=AssertionError("on main")
-)
 
 
 def test_the_captured_tail(engine: Engine) -> None:

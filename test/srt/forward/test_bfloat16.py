@@ -42,10 +42,8 @@ MODELS = {"mild": dataclasses.replace(E2B_TINY, dtype="bfloat16"), "sharp": E2B_
 
 def answers(seen: Observed) -> torch.Tensor:
     """Return log-probabilities of the token after each prompt: [prompts, vocab]."""
-    assert seen.hidden is not None
     assert seen.hidden.dtype is torch.bfloat16
-    logprobs: torch.Tensor = seen.output.next_token_logits.float().log_softmax(-1)
-    return logprobs
+    return torch.log_softmax(seen.output.next_token_logits.float(), -1)
 
 
 def all_answers(engine: Engine, rounding: int) -> torch.Tensor:

@@ -160,7 +160,7 @@ def test_one_graph_that_rounds_differently(
 @contextmanager
 def watched_replays(tail: TailGraphs) -> Iterator[list[dict[str, torch.Tensor]]]:
     """Yield the contents of a graph's static inputs, for each replay in the ``with`` block."""
-    seen: list[dict[str, torch.Tensor]] = []
+    seen = []
     replay = tail.captured.replay
 
     def noting(size: int, batch: Any) -> Any:

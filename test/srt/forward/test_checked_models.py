@@ -33,7 +33,6 @@ from harness.observe import assert_same_cache, run
 from sglang_gemma4_reference.checkpoint import (
     E2B_TINY,
     E2B_TINY_SHARP,
-    Gemma4Shape,
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine, reset_log, switched
@@ -46,7 +45,7 @@ from sglang_gemma4_yoco.core import cut
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
-MODELS: dict[str, Gemma4Shape] = {
+MODELS = {
     "mild, fp32": E2B_TINY,
     "sharp, bf16": E2B_TINY_SHARP,
     "sharp, bf16, donor with a window": dataclasses.replace(

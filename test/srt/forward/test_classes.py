@@ -382,7 +382,7 @@ class MySampler(Sampler):
 
 
 #: Third-party code that may read the logits of unfinished chunks, or the tokens sampled from them.
-CHUNK_READERS: dict[str, Foreign] = {
+CHUNK_READERS = {
     "a sampler": lambda engine: another_class(engine.runner.sampler, MySampler),
     "a hook of the sampler": lambda engine: engine.runner.sampler.register_forward_hook(seen),
     "a sampling observer's installer": assigned(ModelRunner, "__init__", wrapped),

@@ -77,7 +77,7 @@ def _store(store: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Non
 
 
 # Each violates exactly one of the conditions.
-NOT_PLAIN: dict[str, Callable[[Any], None]] = {
+NOT_PLAIN = {
     "a method derived from the plain one": _give(quant_method=Doubled()),
     "no method": _give(quant_method=None),
     "weights by another name": lambda linear: linear._parameters.pop("weight"),

@@ -28,4 +28,4 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_on_equals_off(engine: Engine, name: str) -> None:
-    holds(engine, PROPERTIES[name], longest=300, most=6, examples=6, floor=6)
+    holds(engine, PROPERTIES[name], longest=300, most=6, examples=6)

@@ -119,7 +119,7 @@ def reopened(engine: Engine) -> str:
 def test_random_batches(engine: Engine) -> None:
     """All kinds of batches alternate, over pools that are emptied in between."""
     window = engine.text_model.config.sliding_window
-    outcomes: list[Outcome] = []
+    outcomes = []
 
     @hypothesis_settings(
         max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -454,7 +454,7 @@ def test_graphs_that_are_captured_again(engine: Engine) -> None:
 
 def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one rank alone found a difference, it would exit alone."""
-    compared: list[str] = []
+    compared = []
     monkeypatch.setattr(ranks, "find_difference", lambda found: compared.append(found))
     assert reopened(engine) == ""
     assert compared == ["exits agree with stock: True"]

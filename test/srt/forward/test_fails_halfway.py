@@ -286,7 +286,7 @@ def what_lives(engine: Engine) -> dict[str, Any]:
         "exits": exit_setup.find_exits(runner),
         "pool": runner.token_to_kv_pool,
     }
-    found: dict[str, Any] = {"context": forward_context.has_forward_context()}
+    found = {"context": forward_context.has_forward_context()}
     for owner, one in owners.items():
         found |= {f"{owner}.{name}": value for name, value in vars(one).items()}
         if isinstance(one, torch.nn.Module):
@@ -473,7 +473,7 @@ def test_each_call_fails_once(engine: Engine, name: str, which: str) -> None:
 
 
 #: Why a failure must be raised (other ranks wait, or the process ends) -> the errors.
-RAISED: dict[str, tuple[type[BaseException], ...]] = {
+RAISED = {
     "several ranks": ERRORS,
     "interrupted": (KeyboardInterrupt, SystemExit),
 }

@@ -103,7 +103,7 @@ def stray(engine: Engine) -> AbstractContextManager[Any]:
 
 KEYS, VALUES = (f"{what} of layer {DONOR} in the pool" for what in ("keys", "values"))
 #: Name of a defect -> the defect, and all findings of the check.
-CASES: dict[str, tuple[Wrong, set[str]]] = {
+CASES = {
     "queries": (module(LAYER, "self_attn.q_norm", larger), {f"queries of layer {LAYER}"}),
     "attention": (
         module(LAYER, "self_attn.attn", alternately),
@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
 def named(engine: Engine) -> set[str]:
     """Return the names of all findings beyond rounding."""
     with check.run_both_paths(engine.runner, state_of(engine)) as both:
-        found: set[str] = set()
+        found = set()
         for finding in both.findings():
             if not finding.is_rounding:
                 found.add(finding.what)

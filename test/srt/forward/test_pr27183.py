@@ -57,7 +57,7 @@ def test_the_prs_helper_plans_the_tail_of_an_intermediate_chunk(engine: Engine) 
     ids=["cut", "refused"],
 )
 def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str) -> None:
-    held: list[weakref.ref[Any]] = []
+    held = []
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held.append(weakref.ref(kwargs.get("forward_batch") or args[2]))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
@@ -34,7 +33,7 @@ _NEXT = {"extend_input_logprob_token_ids_gpu": "the first token to come is the l
 _CHUNK = batch_of((20, 30), to_come=(21, 22))
 
 #: Kind of batch -> its requests, and further fields that may differ.
-KINDS: dict[str, tuple[list[Prompt], dict[str, str]]] = {
+KINDS = {
     "one request": (batch_of((0, 9)), {}),
     "one token": (batch_of((40, 1)), {}),
     "several, some with prefixes": (batch_of((0, 7), (33, 6), (70, 5)), {}),
@@ -54,7 +53,7 @@ KINDS: dict[str, tuple[list[Prompt], dict[str, str]]] = {
 
 def of_sglang(engine: Engine, prompts: list[Prompt]) -> ForwardBatch:
     """Return SGLang's batch of requests that want no logprobs beyond those of inputs."""
-    scheduled: ScheduleBatch = engine.schedule(prompts)
+    scheduled = engine.schedule(prompts)
     if scheduled.return_logprob:
         scheduled.top_logprobs_nums = [0] * len(prompts)
         scheduled.token_ids_logprobs = [None] * len(prompts)
@@ -76,13 +75,12 @@ def of_ours(engine: Engine, theirs: Any, prompts: list[Prompt]) -> ForwardBatch:
         cached = len(prompt.cached)
         of_all = torch.cat([slots.new_zeros(cached), slots])
         requests.append(Request(row, cached, ids, of_all, of_all))
-    batch: ForwardBatch = make_prefill_batch(
+    return make_prefill_batch(
         engine.runner,
         requests,
         starts=starts if theirs.return_logprob else None,
         finishes=any(not prompt.to_come for prompt in prompts),
     )
-    return batch
 
 
 def same(one: Any, other: Any) -> bool:

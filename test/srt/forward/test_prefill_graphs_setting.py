@@ -43,7 +43,7 @@ from sglang_gemma4_reference.checkpoint import PRESETS, assistant_config_dict, w
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import compat, counters, metrics, settings
-from sglang_gemma4_yoco.admission import order, runner_parts, third_party, weights
+from sglang_gemma4_yoco.admission import order, runner_parts
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.checking.rounding import make_defect
 from sglang_gemma4_yoco.checking.self_check import CHECK_FAILED, CheckResult
@@ -55,7 +55,7 @@ from sglang_gemma4_yoco.refusal import ServerRefusal
 from sglang_gemma4_yoco.startup import arguments_resolved, prefills_captured
 from sglang_gemma4_yoco.startup.prefills_captured import NOT_CAPTURED
 
-pytestmark = pytest.mark.usefixtures("forgotten_reports", "outside_of_a_server")
+pytestmark = pytest.mark.usefixtures("forgotten_reports", "outside_of_a_server", "hooks")
 STEP = "handle_cuda_graph_config"
 BREAKABLE, DISABLED = "breakable", "disabled"
 ARE_ON, NO_EFFECT = "turns SGLang's CUDA graphs on for prefills of", "has no effect"
@@ -139,7 +139,7 @@ def prefill_of(args: Any) -> tuple[str, int, int]:
     ],
 )
 def test_prefill_graphs_that_it_turns_on(
-    hooks: list[Any], models: Path, said: Said, model: str, flags: str, largest: int, number: int
+    models: Path, said: Said, model: str, flags: str, largest: int, number: int
 ) -> None:
     """SGLang's list of architectures and its config of the model are as before."""
     given = flags.split()
@@ -204,15 +204,13 @@ def stock_resolves(hooks: list[Any], models: Path, *flags: str) -> Any:
 
 
 @pytest.mark.parametrize("model", ["26B", "all shared", "Gemma 3n"])
-def test_models_that_it_does_not_concern(
-    hooks: list[Any], models: Path, said: Said, model: str
-) -> None:
+def test_models_that_it_does_not_concern(models: Path, said: Said, model: str) -> None:
     assert prefill_of(resolve(models / model))[0] == DISABLED
     assert said() == []
 
 
 def test_a_platform_without_captured_prefills(
-    hooks: list[Any], models: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    models: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On AMD and XPU they are off by default."""
     monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: DISABLED)
@@ -220,7 +218,7 @@ def test_a_platform_without_captured_prefills(
     assert arguments_resolved.NOT_CUDA in said(logging.WARNING)[0]
 
 
-def test_what_else_is_known_before_the_start(hooks: list[Any], models: Path, said: Said) -> None:
+def test_what_else_is_known_before_the_start(models: Path, said: Said) -> None:
     with envs.SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION.override(True):
         assert prefill_of(resolve(models / "E2B"))[0] == DISABLED
     with mock.patch.object(compat.release, "has_exits", return_value=False):
@@ -245,7 +243,6 @@ def test_what_else_is_known_before_the_start(hooks: list[Any], models: Path, sai
     "changed", [{settings.SWITCH: "0"}, {settings.name_of("prefill_graphs"): "0"}]
 )
 def test_a_later_server_of_the_program(
-    hooks: list[Any],
     models: Path,
     said: Said,
     monkeypatch: pytest.MonkeyPatch,
@@ -287,7 +284,7 @@ def test_another_plugins_hook(
     assert (ARE_ON in line) == (backend == BREAKABLE or is_last)
 
 
-def test_a_failure_costs_a_line(hooks: list[Any], models: Path, said: Said) -> None:
+def test_a_failure_costs_a_line(models: Path, said: Said) -> None:
     """Before SGLang's step, and after it: it runs once."""
     for name, expected in (("model_config_of", DISABLED), ("bound_prefills", BREAKABLE)):
         with mock.patch.object(compat.resolution, name, side_effect=InjectedError):
@@ -299,7 +296,7 @@ def test_a_failure_costs_a_line(hooks: list[Any], models: Path, said: Said) -> N
 
 def test_a_failure_of_sglangs(hooks: list[Any], models: Path) -> None:
     """It is raised, and the config of the model is restored."""
-    configs: list[Any] = []
+    configs = []
 
     def fail(args: Any, _: Any) -> None:
         configs.append(model_config_of(args))
@@ -340,7 +337,7 @@ def captured_prefills() -> int:
     return sum(isinstance(one, RecordedPrefill) for one in gc.get_objects())
 
 
-def test_an_engine_with_the_setting(hooks: list[Any], tiny_checkpoint: Path, said: Said) -> None:
+def test_an_engine_with_the_setting(tiny_checkpoint: Path, said: Said) -> None:
     engine = start(tiny_checkpoint)
     assert compat.resolution.turns_prefills_on()
     record_tail(engine, ROWS)
@@ -361,9 +358,6 @@ UNCHECKED = CheckResult(unchecked="by a test")
     ("owner", "name", "changed", "reason", "outcome"),
     [
         (runner_parts, "find_backend_reason", lambda *_: REFUSAL, REFUSAL.text, REFUSAL),
-        (runner_parts, "find_pool_reason", lambda *_: REFUSAL, REFUSAL.text, REFUSAL),
-        (third_party, "find_third_party_code", lambda *_: REFUSAL, REFUSAL.text, REFUSAL),
-        (weights, "find_linear_reason", lambda *_: REFUSAL, REFUSAL.text, REFUSAL),
         (order, "build_pair", lambda *_: None, runner_parts.NO_TAIL.text, runner_parts.NO_TAIL),
         (ranks, "find_difference", lambda _: ranks.NOT_ALIKE, ranks.NOT_ALIKE, None),
         (registry, "list_served_models", lambda _: [], metrics.NO_MODEL, None),
@@ -372,12 +366,11 @@ UNCHECKED = CheckResult(unchecked="by a test")
         (exit_setup, "check_exits", lambda *_: FAILED_CHECK, "exits are closed", TAIL_EAGER),
     ],
     ids=[
-        *("attention backend", "pool", "code", "layers", "no backend for the tail"),
-        *("ranks differ", "no model", "self-check", "no self-check", "exits"),
+        *("attention backend", "no backend for the tail", "ranks differ", "no model"),
+        *("self-check", "no self-check", "exits"),
     ],
 )
 def test_what_is_found_at_start(
-    hooks: list[Any],
     tiny_checkpoint: Path,
     said: Said,
     monkeypatch: pytest.MonkeyPatch,
@@ -400,7 +393,7 @@ def test_what_is_found_at_start(
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_capture_that_fails(
-    hooks: list[Any], tiny_checkpoint: Path, said: Said, monkeypatch: pytest.MonkeyPatch, at: int
+    tiny_checkpoint: Path, said: Said, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """The server starts without captured prefills, and cuts prefills."""
     stock, captures = BreakableCudaGraphBackend.capture_one, itertools.count(1)
@@ -421,7 +414,7 @@ def test_a_capture_that_fails(
 
 
 def test_a_capture_that_fails_on_one_rank(
-    hooks: list[Any], tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for it: its error ends the start."""
     monkeypatch.setattr(

@@ -263,7 +263,7 @@ def test_the_setting_skips_it(started: ModelState, engine: Engine, setting: Chan
 
 def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     norm = engine.text_model.norm.weight.data
-    kind: Any = type(engine.text_model)
+    kind = type(engine.text_model)
     for owner, name, value, reason in (
         (compat.attention, "is_capturing", lambda: True, eligibility.CAPTURING),
         # As if another plugin had replaced the package's forward with its own.

@@ -86,7 +86,7 @@ def engine(checkpoint: Path) -> Engine:
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_random_batches(engine: Engine, name: str) -> None:
-    holds(engine, PROPERTIES[name], longest=200, most=5, examples=5, floor=5)
+    holds(engine, PROPERTIES[name], longest=200, most=5, examples=5)
 
 
 def test_audits(engine: Engine) -> None:

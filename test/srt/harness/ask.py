@@ -129,7 +129,7 @@ def assert_alike(
 
 def by_process(prefills: Sequence[Prefill]) -> list[list[Prefill]]:
     """Return the prefill forwards of each model process."""
-    found: dict[int, list[Prefill]] = defaultdict(list)
+    found = defaultdict(list)
     for prefill in prefills:
         found[prefill.process].append(prefill)
     return list(found.values())
@@ -217,15 +217,15 @@ def outputs(server: Server, prompt: Any, **sampling: Any) -> list[list[int]]:
     return [reply["output_ids"] for reply in listed(replies)]
 
 
-def drafted(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple[Any, ...]]:
+def drafted(server: Server, prompts: list[list[int]]) -> list[tuple[Any, ...]]:
     """Return greedy answers to concurrent prompts: tokens, correct drafts and proposed drafts.
 
     Correct drafts are a histogram: the numbers of steps with 0, 1, 2, ... of them. The number of
     proposed drafts is None without an assistant.
     """
     sampling = GREEDY | {"max_new_tokens": 24}
-    replies = server.generate(input_ids=prompts, sampling_params=sampling, **body)
-    found: list[tuple[Any, ...]] = []
+    replies = server.generate(input_ids=prompts, sampling_params=sampling)
+    found = []
     for reply in replies:
         about = reply["meta_info"]
         proposed = about.get("spec_num_proposed_drafts")
@@ -324,7 +324,7 @@ def chat(server: Server, content: Any, *, stream: bool = False, **body: Any) -> 
         stream=stream,
         **body,
     )
-    found: list[Position] = []
+    found = []
     for part in listed(reply):
         for choice in part["choices"]:
             for entry in (choice["logprobs"] or {}).get("content", ()):

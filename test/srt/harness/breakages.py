@@ -152,7 +152,7 @@ def _keys(stock: Callable[..., Any], *args: Any, k: float, v: float) -> Any:
 
 def _inputs(stock: Callable[..., Any], inputs: PerLayerInputs, dim: int) -> torch.Tensor | None:
     """Return the tail's per-layer inputs, [B, layers, width], shifted by one row or layer."""
-    right: torch.Tensor | None = stock(inputs)
+    right = stock(inputs)
     return None if right is None else right.roll(1, dim)
 
 

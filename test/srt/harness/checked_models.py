@@ -51,7 +51,7 @@ _E2B_WITHOUT_TOWERS = dataclasses.replace(
 _WINDOW_DONOR = dataclasses.replace(E2B_TINY, kv_shared_layers=3, sliding_per_full=1)
 Shapes = dict[str, tuple[checkpoint.Gemma4Shape, tuple[int, int, int]]]
 #: name -> shape, and how many models of it in bf16, fp16 and fp32.
-SHAPES: Shapes = {
+SHAPES = {
     "tiny": (E2B_TINY, (84, 10, 10)),
     "tiny, window donor": (_WINDOW_DONOR, (30, 4, 4)),
     "tiny, 256 wide": (dataclasses.replace(E2B_TINY, hidden_size=256, head_dim=64), (20, 2, 2)),
@@ -62,7 +62,7 @@ SHAPES: Shapes = {
     "E4B_MINI": (E4B_MINI, (3, 0, 0)),
     "E2B's dimensions": (_E2B_WITHOUT_TOWERS, (1, 0, 0)),
 }
-TRITON: Shapes = {
+TRITON = {
     "tiny, on Triton": (dataclasses.replace(E2B_TINY, heads=2), (5, 1, 0)),
     "tiny, window donor, on Triton": (dataclasses.replace(_WINDOW_DONOR, heads=2), (5, 0, 1)),
 }
@@ -158,7 +158,7 @@ def kinds(count: int, seed: int) -> list[dict[str, Any]]:
     """Return ``count`` kinds of weights: all combinations in random order, repeated."""
     every = list(itertools.product(*KINDS.values()))
     random.Random(seed).shuffle(every)
-    found: list[dict[str, Any]] = []
+    found = []
     for number, kind in zip(range(count), itertools.cycle(every), strict=False):
         found.append({**dict(zip(KINDS, kind, strict=True)), "seed": seed + number})
     return found
@@ -200,13 +200,13 @@ def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
     """
     auditor = audit.Auditor(state, audit.Turns(1))
     few, many = Prompt((), tuple(range(20, 27))), Prompt((), tuple(range(20, 20 + 512)))
-    ways: dict[str, tuple[str, Prompt, audit.Auditor | None]] = {
+    ways = {
         "stock": ("0", many, None),
         "fast": ("1", many, None),
         "audited": ("1", many, auditor),
         "small": ("0", few, None),
     }
-    took: dict[str, list[float]] = defaultdict(list)
+    took = defaultdict(list)
     for _ in range(7):
         for way, (switch, prompt, state.after_cut) in ways.items():
             batch = engine.schedule([prompt])

@@ -90,7 +90,7 @@ def _unpadded(pixels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor,
 
 def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[MultimodalDataItem]:
     """Return one item per image or audio clip, and one for the frames of a video."""
-    made: list[MultimodalDataItem] = []
+    made = []
 
     def add(kind: str, offsets: list[tuple[int, int]], feature: Any, **more: Any) -> None:
         item = MultimodalDataItem(

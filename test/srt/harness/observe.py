@@ -70,7 +70,7 @@ class Metadata:
 
     def differences(self, other: Metadata) -> list[str]:
         """Return the names of the values that differ."""
-        found: list[str] = []
+        found = []
         for name in sorted(self.contents.keys() | other.contents.keys()):
             if not _are_same_bytes(self.contents.get(name), other.contents.get(name)):
                 found.append(name)
@@ -117,14 +117,14 @@ class Observed:
     backends: list[Any] = field(default_factory=list)
     laid_out: list[dict[str, torch.Tensor]] = field(default_factory=list)
     projected: list[tuple[int, int]] = field(default_factory=list)
-    positions: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
+    positions: Any = None
+    hidden: Any = None
     output: Any = None
     kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     before: dict[str, object] = field(default_factory=dict)
     after: dict[str, object] = field(default_factory=dict)
-    planned_before: Metadata | None = None
-    planned_after: Metadata | None = None
+    planned_before: Any = None
+    planned_after: Any = None
 
 
 def fields_of(batch: Any) -> dict[str, object]:
@@ -200,8 +200,6 @@ def run(engine: Engine, batch: Any, switch: str, *, planned_as: Observed | None 
 
     def as_planned(*_: Any) -> None:
         if planned_as is not None:
-            assert seen.planned_before is not None
-            assert planned_as.planned_before is not None
             assert seen.planned_before.differences(planned_as.planned_before) == []
 
     look = engine.text_model.register_forward_pre_hook
@@ -317,7 +315,6 @@ def assert_as_expected(seen: Observed, wanted: Expected) -> None:
     mode = getattr(seen.before["forward_mode"], "name", None)
     assert set(seen.modes[: wanted.front]) == {mode}
     assert set(seen.modes[wanted.front :]) <= {wanted.tail_mode}
-    assert seen.positions is not None
     # SGLang's multimodal Gemma 4 counts positions from one.
     shift = int(seen.positions[0]) - wanted.first_position
     for call in seen.laid_out[wanted.front :]:
@@ -345,8 +342,6 @@ def assert_metadata_unchanged(seen: Observed) -> None:
     second forward of the same plan would read what the first left.
     """
     before, after = seen.planned_before, seen.planned_after
-    assert before is not None
-    assert after is not None
     assert before.planned is after.planned
     for name, tensor in before.tensors.items():
         assert after.tensors.get(name) is tensor, name
@@ -406,7 +401,7 @@ def _flat(values: Any) -> torch.Tensor:
 
 def without_padding(kv: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """Return K and V at all slots but the one of padding."""
-    found: list[torch.Tensor] = []
+    found = []
     for keys, values in kv:
         found += [keys[1:], values[1:]]
     return found

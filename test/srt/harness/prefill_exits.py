@@ -113,7 +113,7 @@ def strict_exits() -> Iterator[None]:
 EAGERLY: frozenset[Outcome] = frozenset(
     {counters.TAIL_EAGER, counters.TAIL_CAPTURED, counters.TAIL_SKIPPED, NOTHING_TO_SKIP}
 )
-TO_THE_END: frozenset[Outcome] = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
+TO_THE_END = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
 
 
 def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[Outcome]]:

@@ -12,7 +12,7 @@ from harness.server import Server
 
 def samples(server: Server) -> dict[str, list[Any]]:
     """Return the samples of /metrics, by name."""
-    found: dict[str, list[Any]] = defaultdict(list)
+    found = defaultdict(list)
     for family in text_string_to_metric_families(server._ask("GET", "/metrics").text):
         for sample in family.samples:
             found[sample.name].append(sample)

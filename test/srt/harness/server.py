@@ -17,24 +17,25 @@ from harness import forked
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.verify import servers
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 CHUNK = 128  # tokens per prefill forward
 #: For a server's environment: the threshold is the default rule.
-DEFAULT_THRESHOLD: Mapping[str, str | None] = {settings.name_of("min_skipped_rows"): None}
+DEFAULT_THRESHOLD = {settings.name_of("min_skipped_rows"): None}
 
 #: What a server replays with ``CAPTURED_GRAPHS`` and ``CAPTURED_ARGUMENTS``: its decode steps, and
 #: the tails of batches with these row counts.
 CAPTURED_ROWS = (1, 2, 4)
-CAPTURED_GRAPHS: Mapping[str, str | None] = {
+CAPTURED_GRAPHS = {
     "GEMMA4_CPU_GRAPHS": "decode",
     "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": str(CAPTURED_ROWS[-1]),
 }
 CAPTURED_ARGUMENTS = ("--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS))
 #: With ``EXIT_GRAPHS`` and ``EXIT_ARGUMENTS`` also its prefills, for these numbers of rows.
 EXIT_BUCKETS = (32, 64, CHUNK)
-EXIT_GRAPHS: Mapping[str, str | None] = {
+EXIT_GRAPHS = {
     **CAPTURED_GRAPHS,
     "GEMMA4_CPU_GRAPHS": "decode,prefill",
     settings.name_of("prefill_graphs"): "1",
@@ -86,7 +87,7 @@ def wait_until(
         time.sleep(0.02)
 
 
-class ServerDiedError(Exception):
+class ServerDiedError(CommandError):
     """The server's first process has ended; the message has the end of its log."""
 
 
@@ -194,7 +195,7 @@ class Server(servers.Server):
 
     def verifications(self) -> list[Prefill]:
         """Return the forwards so far that verified drafts."""
-        return list(self._trace.verifications())
+        return self._trace.verifications()
 
     def mark(self) -> int:
         """Return the number of prefill forwards so far, for ``prefills(since=...)``."""
@@ -259,7 +260,7 @@ def started(
         env: variables that differ from this process's; None removes one.
         spawned: start its processes as a user's server does, which takes longer; see ``forked``.
     """
-    changed: dict[str, str | None] = {
+    changed = {
         "SGLANG_PLATFORM": "gemma4_cpu",
         # Its one-token requests would show up in the row trace.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",

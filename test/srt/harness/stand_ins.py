@@ -67,7 +67,7 @@ def prefill_graphs(backend: str, **sizes: Any) -> Iterator[None]:
 def eligible_batch(**changes: Any) -> ForwardBatch:
     """Return a batch of three prompts with these fields changed. May skip: ``skip_on_older``."""
     skip_on_older("ForwardBatch", changes.keys() - ForwardBatch.__dataclass_fields__)
-    fields: dict[str, Any] = {
+    fields = {
         "forward_mode": ForwardMode.EXTEND,
         "batch_size": 3,
         "input_ids": torch.arange(9),
@@ -121,9 +121,8 @@ def refusal_of(state: ModelState, forward_batch: Any) -> Refusal | None:
 class Doubled(UnquantizedLinearMethod):
     """Linear method for weights stored at half their value, as quantised ones are stored scaled."""
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        output: torch.Tensor = super().apply(layer, x, bias) * 2
-        return output
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        return super().apply(layer, x, bias) * 2
 
 
 class Packed(torch.Tensor):

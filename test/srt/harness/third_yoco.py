@@ -26,7 +26,7 @@ SGLANG = TextModelNames(
     },
     outer_models=(_MODULE,),
 )
-MODEL_TYPES: tuple[str, ...] = ("third",)
+MODEL_TYPES = ("third",)
 ATTENTION_BACKENDS = gemma4.ATTENTION_BACKENDS
 CUTS_MEDIA = False
 LEAVES_CAPTURED_PREFILLS = False

@@ -26,8 +26,7 @@ def load(checkpoint: Path) -> Gemma4ForConditionalGeneration:
 def logprobs(model: Gemma4ForConditionalGeneration, prompt: Sequence[int]) -> torch.Tensor:
     """Return log-probabilities of the token after ``prompt``: [vocab]."""
     logits = model(input_ids=torch.tensor([prompt])).logits
-    after: torch.Tensor = logits[0, -1].log_softmax(-1)
-    return after
+    return torch.log_softmax(logits[0, -1], -1)
 
 
 def continuation(

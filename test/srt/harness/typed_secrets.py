@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 MARK = "hunter2-Zq"
 #: The mark of variables; another one, so that redacting variables hides no flag's secret.
 OTHER_MARK = "swordfish-Zq"
-_CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+_CASES = json.loads(Path(__file__).with_suffix(".json").read_text())
 #: Flags of a server, by how a secret is given. SGLang 0.5.23 accepts these.
-ACCEPTED: dict[str, list[str]] = _CASES["accepted"]
+ACCEPTED = _CASES["accepted"]
 FLAGS = ACCEPTED | _CASES["not accepted"]
 #: The same in files for --config, which SGLang refuses.
-FILES: dict[str, str] = _CASES["files"]
+FILES = _CASES["files"]
 #: Variable -> its value.
-VARIABLES: dict[str, str] = _CASES["variables"]
+VARIABLES = _CASES["variables"]
 
 
 def places(*, out: str, err: str, folder: Path) -> Iterator[str]:

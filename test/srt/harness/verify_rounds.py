@@ -107,7 +107,7 @@ def run_round(servers: Servers, draw: random.Random, defect: str | None = None) 
     args = Namespace(
         prompt_tokens=[64], repeats=1, texts=texts, device="cpu", tokenizer=servers.tokenizer
     )
-    document: dict[str, Any] = {"device": "cpu"}
+    document = {"device": "cpu"}
     sent = verify.fit_prompts(document, args, stock)
     for number, prompt in enumerate(sent):
         if prompt.kind == prompts.PICTURES:

@@ -16,7 +16,6 @@ from harness.stand_ins import eligible_batch, model, reason_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat, plugin
 from sglang_gemma4_yoco.admission import order
-from sglang_gemma4_yoco.core import eligibility
 
 DECODES = pytest.mark.skipif(
     compat.release.is_newer_than_tested(),
@@ -26,8 +25,8 @@ DECODES = pytest.mark.skipif(
 
 Lengths = tuple[list[int], list[int], list[int], list[int], int]
 #: New and cached tokens of the prompts, on the device and on the host, and new tokens in all.
-WHOLE: Lengths = ([3, 4, 2], [0, 10, 0], [3, 4, 2], [0, 10, 0], 9)
-LAST_ROWS: Lengths = ([1, 1, 1], [2, 13, 1], [1, 1, 1], [2, 13, 1], 3)
+WHOLE = ([3, 4, 2], [0, 10, 0], [3, 4, 2], [0, 10, 0], 9)
+LAST_ROWS = ([1, 1, 1], [2, 13, 1], [1, 1, 1], [2, 13, 1], 3)
 
 
 def lengths_of(batch: Any) -> Lengths:
@@ -66,7 +65,6 @@ def _installed(setting: Change) -> Iterator[None]:
         (model(), eligible_batch(), None),
         (model(shared=0), eligible_batch(), order.NO_SHARED_LAYERS),
         (model(), eligible_batch(forward_mode=ForwardMode.DECODE), "forward mode DECODE"),
-        (model(captured=[14]), eligible_batch(), eligibility.CAPTURED_LAYERS),
     ],
 )
 def test_eligibility(served: Any, forward_batch: ForwardBatch, reason: object) -> None:

@@ -12,7 +12,7 @@ import pytest
 from scripts.bench import bench_latency
 from scripts.environment import SetupError
 
-RUN: dict[str, Any] = {"duration": 9.0, "ttfts": [0.1] * 9 + [1.1], "itls": [[0.01, 0.03], []]}
+RUN = {"duration": 9.0, "ttfts": [0.1] * 9 + [1.1], "itls": [[0.01, 0.03], []]}
 
 
 def test_times_are_reported_by_mean_and_percentiles() -> None:

@@ -68,7 +68,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     for path in (REPO / NAME).rglob("*.*"):
         if path.suffix != ".pyc":
             expected.add(str(path.relative_to(REPO / NAME)))
-    inside: dict[str, set[str]] = defaultdict(set)
+    inside = defaultdict(set)
     with zipfile.ZipFile(built[0]) as wheel:
         for name in wheel.namelist():
             folder, _, file = name.partition("/")

@@ -14,7 +14,7 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 FOLDERS = (".", "docs", "docs/upstream", "benchmark", "benchmark/results", "scripts", "test")
-PAGES: list[Path] = []
+PAGES = []
 for _folder in (*FOLDERS, "docs/monitoring", "test/reference"):
     PAGES += sorted((REPO / _folder).glob("*.md"))
 

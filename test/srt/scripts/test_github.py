@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,7 +25,7 @@ def test_actions_are_pinned(file: Path) -> None:
 
 def test_ci_runs_every_folder() -> None:
     """As ``.ci/run`` does, which runs ``FOLDERS``."""
-    jobs: Any = yaml.safe_load((REPO / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    jobs = yaml.safe_load((REPO / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     assert {*jobs["tests"]["strategy"]["matrix"]["folder"]} == {*run_tests.FOLDERS}
 
 

@@ -27,9 +27,7 @@ LEVELS = {
     "gate alone": {"unit"},
 }
 #: The evidence for each row of docs/modes.md: tests by level, and what of SGLang was read.
-EVIDENCE: dict[str, dict[str, list[str]]] = json.loads(
-    (REPO / "test" / "srt" / "harness" / "modes.json").read_text()
-)
+EVIDENCE = json.loads((REPO / "test" / "srt" / "harness" / "modes.json").read_text())
 GENERATED = re.compile(r"<!-- (.+): begin -->.*<!-- \1: end -->", re.DOTALL)
 
 

@@ -60,7 +60,7 @@ def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def scrape(server: Server) -> Scrape:
     """Return the series that the rules read, as Prometheus stores them for a server named a."""
-    values: dict[str, float] = {}
+    values = {}
     found = samples(server)
     for name in NAMES:
         for sample in found[name]:
@@ -77,7 +77,7 @@ def changed(values: Scrape, label: str, value: float) -> Scrape:
 
 def rising(values: Scrape, *labels: str) -> list[Scrape]:
     """Return scrapes of an hour and a half, in which these series rise by 3 a minute."""
-    found: list[Scrape] = []
+    found = []
     for minute in range(90):
         now = values
         for label in labels:
@@ -90,11 +90,11 @@ def assert_fire(
     directory: Path, minutes: Sequence[Scrape], expected: Mapping[int, Sequence[str]]
 ) -> None:
     """Assert that these alerts fire in these minutes, and no others do."""
-    inputs: list[object] = []
+    inputs = []
     for series in set().union(*minutes):
         values = [str(known.get(series, "stale")) for known in minutes]
         inputs.append({"series": series, "values": " ".join(values)})
-    checks: list[object] = []
+    checks = []
     for minute, alerts in expected.items():
         fire = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in alerts]
         checks.append({"expr": FIRING, "eval_time": f"{minute}m", "exp_samples": fire})

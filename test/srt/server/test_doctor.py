@@ -37,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 #: prefills is repaired for the backend "breakable" alone; "--enable-lora" needs more than that.
 Verdicts = dict[str, tuple[int, str]]
 _CASES = json.loads(Path(__file__).with_name("doctor_verdicts.json").read_text())
-OF_THE_TINY_MODEL: Verdicts = _CASES["flags of a server of the tiny model"]
-OTHERS: Verdicts = _CASES["other command lines"]
+OF_THE_TINY_MODEL = _CASES["flags of a server of the tiny model"]
+OTHERS = _CASES["other command lines"]
 #: Exit status -> the report's verdict.
 ACTIVE = {0: True, 1: False, 2: None}
 Answers = tuple[dict[str, Answer], dict[str, Any]]
@@ -68,7 +68,7 @@ def answers(
         '{"quantization": {"quant_algo": "FP8"}}'
     )
     gemma3n.write_config(directory / "gemma3n", gemma3n.E2B_TINY, multimodal=True)
-    calls: dict[str, list[str]] = {}
+    calls = {}
     for flags in OF_THE_TINY_MODEL:
         calls[flags] = ["--json", *served, *shlex.split(flags)]
     for line in OTHERS:

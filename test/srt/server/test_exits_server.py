@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -62,7 +62,7 @@ def both_servers(
     """Yield a server that replays its prefills, on one rank or two, and the stock one."""
     directory = tmp_path_factory.mktemp("exits")
     arguments = (*EXIT_ARGUMENTS, "--tp-size", str(request.param))
-    graphs: Any = {"arguments": arguments, "env": EXIT_GRAPHS}
+    graphs = {"arguments": arguments, "env": EXIT_GRAPHS}
     with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
         yield server, off_server
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -39,21 +39,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield both
 
 
-SCENARIOS: dict[str, tuple[Callable[[Server], list[Answer]], list[list[int]]]] = {
-    "one prompt": (one_by_one(tokens(70, seed=1)), [cut(70, 1)]),
-    "a cached prefix": (
-        one_by_one(tokens(60, seed=2), tokens(60, seed=2) + tokens(40, seed=3)),
-        [cut(60, 1), cut(40, 1)],
-    ),
-    "chunks": (one_by_one(tokens(CHUNK + 30, seed=7)), [cut(CHUNK, 0), cut(30, 1)]),
-    "input logprobs": (one_by_one(tokens(70, seed=4), logprob_start_len=50), [cut(70, 20)]),
-}
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_answers(servers: Pair, name: str) -> None:
-    ask, rows = SCENARIOS[name]
-    assert_alike(servers, ask, rows=rows)
+def test_chunks(servers: Pair) -> None:
+    """Other prompts: ``forward/test_gemma3n``."""
+    ask = one_by_one(tokens(CHUNK + 30, seed=7))
+    assert_alike(servers, ask, rows=[cut(CHUNK, 0), cut(30, 1)])
 
 
 def test_a_batch_and_a_chat(servers: Pair) -> None:

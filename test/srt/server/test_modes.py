@@ -132,14 +132,6 @@ def test_drafts(drafting: Pair, off_server: Server) -> None:
         assert len(fast.log_lines(line)) == fast.resolved("tp_size")
 
 
-def test_drafts_of_eight_prompts(drafting: Pair) -> None:
-    """Each of the eight starts from its own prompt's last row."""
-    prompts = prompts_of(150, 20, 3, 33, 7, 61, 12, 26)
-    both = compare_drafts(drafting, lambda server: drafted(server, prompts))
-    assert max(len(prefill.extend_lens) for prefill in both.prefills) > CAPTURED_ROWS[-1]
-    assert len({tuple(answer) for answer, *_ in both.on}) == len(prompts)
-
-
 def test_drafts_beside_a_grammar(drafting: Pair, off_server: Server) -> None:
     """Two of four concurrent answers must match a schema, and none reaches its end."""
     prompts = prompts_of(150, 20, 60, 33)

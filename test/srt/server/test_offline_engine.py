@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ if __name__ == "__main__":
 def test_two_engines(tiny_checkpoint: Path, tmp_path: Path, off_server: Server) -> None:
     """Each loads the plugin, is on the fast path, and gives the stock server's answers."""
     prompts = prompts_of(70, 9, CHUNK + 30)
-    arguments: dict[str, Any] = {
+    arguments = {
         "model_path": str(tiny_checkpoint),
         "device": "cpu",
         "dtype": "float32",

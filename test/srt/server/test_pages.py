@@ -18,14 +18,13 @@ from harness.ask import (
     assert_same_tokens,
     at_once,
     compare,
-    generate,
     one_by_one,
     outputs,
     prompts_of,
     tokens,
 )
 from harness.layer_rows import assert_all_fast, cut
-from harness.server import CHUNK, Pair, Server, pair
+from harness.server import Pair, Server, pair
 
 _SMALL_POOL = (
     *("--max-total-tokens", "4800"),
@@ -99,22 +98,6 @@ def test_cached_prefix(paged: Paged, beyond: int, new: int) -> None:
     assert last.prefix_lens == [cached]
     assert last.rows == cut(len(first) + new - cached, 1)
     assert both.on[1].cached_tokens == cached
-
-
-def test_batch_with_cached_prefixes(paged: Paged) -> None:
-    """Requests that share pages, and others that share none, run in one forward."""
-    prefix = tokens(150, seed=53)
-    prompts = prompts_of(CHUNK + 30, 9)  # while the long one is computed the others arrive
-    for n in (paged.size, 2 * paged.size - 1, 150):
-        prompts.append(prefix[:n] + tokens(3, seed=n))
-    both = assert_alike(
-        paged.both,
-        lambda server: generate(server, prefix) + generate(server, prompts),
-        close_calls=1,
-    )
-    assert any(
-        len(prefill.extend_lens) > 1 and any(prefill.prefix_lens) for prefill in both.prefills
-    )
 
 
 def test_input_logprobs_over_a_page_boundary(paged: Paged) -> None:

@@ -68,13 +68,6 @@ def test_concurrent_requests(both_servers: Pair) -> None:
     compare(both_servers, ask, close_calls=1)
 
 
-def test_log_names_every_rank(ranks_server: Server) -> None:
-    generate(ranks_server, tokens(50, seed=1))
-    assert len(ranks_server.log_lines("YOCO fast prefill is active")) == 2
-    assert ranks_server.log_lines("falls back to stock for this server") == []
-    assert "Traceback" not in ranks_server.log()
-
-
 @pytest.mark.release
 def test_replicas(tiny_checkpoint: Path, tmp_path: Path, off_server: Server) -> None:
     """Each has a prefix cache of its own, and gets every prompt here."""

@@ -67,7 +67,7 @@ def both_servers(
     arguments = (*PREFIXES, *CAPTURED_ARGUMENTS)
     if buckets:
         arguments, graphs = (*PREFIXES, *EXIT_ARGUMENTS), EXIT_GRAPHS
-    how: Any = {"arguments": arguments, "env": graphs}
+    how = {"arguments": arguments, "env": graphs}
     with running(tiny_checkpoint, directory, switch=None, **how) as server:
         yield server, off_server
 
@@ -172,7 +172,7 @@ def test_prefix_from_files(tiny_checkpoint: Path, tmp_path: Path, off_server: Se
     """A restarted server reads the prefixes that the one before has stored."""
     prompt = tokens(360, seed=18)
     files = tmp_path / "files"
-    how: Any = {
+    how = {
         "switch": None,
         "arguments": (*IN_FILES, *CAPTURED_ARGUMENTS),
         "env": {**CAPTURED_GRAPHS, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(files)},

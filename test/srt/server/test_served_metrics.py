@@ -40,7 +40,7 @@ def measured(ranks_server: Server) -> Server:
 
 def series(server: Server, name: str, label: str) -> dict[str, float]:
     """Return the values of a counter by one of its labels; each value may have one series."""
-    found: dict[str, float] = {}
+    found = {}
     for sample in samples(server)[f"{name}_total"]:
         assert sample.labels[label] not in found
         assert {"model_name", "engine_type", "tp_rank", "pp_rank"} <= sample.labels.keys()
@@ -101,7 +101,7 @@ def test_dashboards_and_alerts_use_existing_metrics(measured: Server, file: str)
     # Prometheus adds these; the last two where it is told to.
     measured_samples, known = samples(measured), {"instance", "pod", "track"}
     assert named <= measured_samples.keys()
-    pairs: set[tuple[str, str]] = set()
+    pairs = set()
     for name in named:
         for sample in measured_samples[name]:
             known.update(sample.labels)

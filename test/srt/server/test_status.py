@@ -192,11 +192,6 @@ def test_a_peer_that_does_not_speak_http(answer: bytes, capsys: Captured) -> Non
     assert not re.search("admin|host/|password", line)
 
 
-def test_an_address_without_http(capsys: Captured) -> None:
-    with http(200, ACTIVE) as url:
-        assert report(capsys, url.removeprefix("http://"))[0] == 0
-
-
 @pytest.mark.parametrize("url", ["http://", "http://localhost:port", "ftp://a"])
 def test_an_invalid_url(capsys: Captured, url: str) -> None:
     line = refusal(capsys, url)

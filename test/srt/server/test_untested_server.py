@@ -6,7 +6,6 @@ Single forwards: ``forward/test_untested_release``.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ def test_a_server_of_an_untested_release(
     changes = {f"{LAST}{compat.release.LAST_TESTED}": f"{LAST}0.5.0"}
     path = changed_package(tmp_path / "path", "compat/release.py", changes)
     env = {**CAPTURED_GRAPHS, "PYTHONPATH": path, UNTESTED: None}
-    how: dict[str, Any] = {"arguments": CAPTURED_ARGUMENTS, "env": env}
+    how = {"arguments": CAPTURED_ARGUMENTS, "env": env}
     with running(tiny_checkpoint, tmp_path, switch=None, **how) as server:
         mark = server.mark()
         generate(server, tokens(90, seed=1))

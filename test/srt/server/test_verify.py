@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -26,7 +25,6 @@ from harness.doctor import environment
 from harness.documented import sample
 from harness.ended import assert_ended, assert_killed_alone
 from harness.server import (
-    Server,
     changed_package,
     python_path,
     stand_in_for_sglang,
@@ -225,14 +223,7 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     assert document["dtype"] == "bfloat16"
     assert document["exact"] is document["agrees"] is document["answers_equal"] is False
     assert document["max_logprob_diff"] > 1
-    for kind in (prompts.QUESTIONS, prompts.TIMED):
-        words = f"{kind}: log-probabilities (those of prefills alone) differ by "
-        assert any(problem.startswith(words) for problem in document["problems"])
     assert "the answers do NOT agree" in done.stdout
-    # Stock agrees with itself all the same, as far as it rounds.
-    questions = document["agreement"][prompts.QUESTIONS]
-    assert questions["fast"]["answers"] == questions["stock"]["answers"] == 2
-    assert questions["stock"]["mean_logprob_diff"] < questions["fast"]["mean_logprob_diff"] / 3
 
 
 @pytest.mark.release
@@ -263,25 +254,6 @@ def test_stock_cannot_capture_prefills(tmp_path: Path, typed: list[str], eager: 
     stock = servers.Server(False, typed, 1, tmp_path / "log")
     verify.run_prefills_eagerly(stock)
     assert stock.arguments == [*typed, *["--cuda-graph-backend-prefill=disabled"] * eager]
-
-
-def test_a_round_that_the_prefix_cache_answers_is_not_tried(
-    on_server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No prefill is cut then, and equal answers would show nothing."""
-    args = Namespace(prompt_tokens=[64], repeats=1, texts=["Why is the sky blue?"], device="cpu")
-    args.tokenizer = prompts.load_tokenizer(str(on_server.checkpoint))
-    sent = verify.fit_prompts({}, args, on_server)
-    on_server.forget_prefixes()
-    monkeypatch.setattr(on_server, "forget_prefixes", lambda: None)
-    questions = [prompt for prompt in sent if prompt.kind in prompts.KINDS]
-    found = verify.VerifyResult()
-    verify.send_in_turns([on_server], questions, found, verify.ALONE)
-    verify.send_at_once(on_server, questions, found, {"again": 8})
-    untried = verify.list_untried(found.prefills, 1)
-    assert untried.keys() == {"again"}
-    assert untried["again"].startswith("none of its ")
-    assert any(answer.cached_tokens for answer in found.answers[True, "again"])
 
 
 NO_ENTRY: dict[str, Any] = {}
@@ -430,7 +402,7 @@ def test_signals_leave_no_process(
     tiny_checkpoint: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They arrive while servers start whose children ignore SIGTERM."""
-    family: list[psutil.Process] = []
+    family = []
 
     def interrupt() -> None:
         family.extend(servers_of(psutil.Process()))

@@ -67,7 +67,7 @@ def test_random_traffic(
     captured: Sequence[int],
 ) -> None:
     """With any skipped row enough, with the default threshold, and with a captured tail."""
-    server: Server = request.getfixturevalue(name)
+    server = request.getfixturevalue(name)
     answers, prefills = ask(server)
     assert_all_fast(prefills, minimum, captured)
     if captured:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
@@ -19,7 +18,13 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from harness.batches import batch_of
 from harness.decode_graphs import record_tail
 from harness.fixtures import left_to_release
-from harness.forwards import INTERPRETED_ENGINE, assert_fast, backends_of, state_of
+from harness.forwards import (
+    INTERPRETED_ENGINE,
+    assert_fast,
+    backends_of,
+    no_tail_on_main,
+    state_of,
+)
 from harness.layer_rows import INTERPRETED
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
@@ -71,15 +76,10 @@ IN_EVERY_RUN = ("pages of 64", "pages of 128, hybrid")
 
 @pytest.fixture(scope="module", params=left_to_release(SERVERS, but=IN_EVERY_RUN))
 def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
-    name: str = request.param
+    name = request.param
     engine = started(checkpoint, name)
     assert engine.runner.page_size == SERVERS[name].get("page_size", 128)
     return engine
-
-
-no_tail_on_main = mock.patch.object(
-    FrontBackend, "forward_decode", side_effect=AssertionError("on main")
-)
 
 
 @pytest.mark.parametrize("name", PROMPTS)

@@ -18,16 +18,15 @@ from harness.layer_rows import TWO_POOLS
 from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import interpreter, prefill_graphs
 from sglang_gemma4_reference.checkpoint import write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.counters import Outcome
 from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
 
 interpreter.make_quick()
 
 WINDOW = TWO_POOLS.sliding_window
 DECODING = batch_of((WINDOW - 1, 1), decodes=True)
-BATCHES: dict[str, tuple[list[Prompt], Outcome]] = {
+BATCHES = {
     "prefixes at the window": (
         batch_of((WINDOW - 1, 2), (WINDOW, 3), (WINDOW + 1, 2), (40, 5)),
         counters.EXIT_CAPTURED,

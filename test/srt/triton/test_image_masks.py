@@ -90,8 +90,7 @@ def depends_on_the_mask(engine: Engine, batch: Any, stock: Observed) -> list[boo
     differences = stock.output.next_token_logits - causal.output.next_token_logits
     largest = differences.abs().amax(-1)
     assert ((largest > DIFFERENT) | (largest <= TOLERANCE)).all(), largest
-    found: list[bool] = (largest > DIFFERENT).tolist()
-    return found
+    return list(map(bool, largest > DIFFERENT))
 
 
 @pytest.mark.parametrize("name", left_to_release(CASES, but=USUAL))

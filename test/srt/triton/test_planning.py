@@ -96,8 +96,8 @@ def test_a_kept_row_sees_the_whole_window(
 def test_the_tails_plan_reads_nothing(engine: Engine, prompts: list[Prompt]) -> None:
     """Neither the plan nor anything else of the forward reads more than stock."""
     scheduled = engine.schedule(prompts)
-    planned: list[Reads] = []
-    whole: list[Reads] = []
+    planned = []
+    whole = []
     for switch in ("0", "1"):
         reset_log()
         with (

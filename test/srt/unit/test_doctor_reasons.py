@@ -169,7 +169,7 @@ def test_pools_that_are_allocated_later(
     monkeypatch.setattr(compat.resolution, "allocates_later", lambda _: is_planned)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
     report = Report()
-    args: Any = None
+    args = None
     preflight._late_pools(report, args)
     assert (len(report.refusals), len(report.unknowns)) == (refused, unknown)
     for said in report.refusals + report.unknowns:

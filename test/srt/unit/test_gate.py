@@ -62,7 +62,7 @@ SUFFIXES = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 3, 2]}
 ONES = {"extend_seq_lens_cpu": [1, 1, 1], "extend_num_tokens": 3, "input_ids": torch.arange(3)}
 FULL = {"capture_hidden_mode": CaptureHiddenMode.FULL}
 # A value of each field with which a batch is refused.
-FIELDS: dict[str, object] = {
+FIELDS = {
     "spec_info": SimpleNamespace(),
     "return_hidden_states_before_norm": True,
     "multi_item_delimiter_indices": [torch.tensor([1])],
@@ -163,7 +163,7 @@ def test_graph_capture(capturing: Any) -> None:
 # Rows in all, rows that are read, where and how the tail runs, and whether it is worth it.
 CPU: dict[str, bool] = {}
 GPU, CAPTURED = {"on_gpu": True}, {"eager": False}
-WORTH: list[tuple[int, int, dict[str, Any], bool]] = [
+WORTH = [
     (4, 1, CPU, True),
     (3, 1, CPU, False),
     (48, 45, CPU, True),  # three rows are a sixteenth of 48
@@ -220,7 +220,7 @@ def test_too_few_rows_to_skip(
         return None
 
     setting(min_skipped_rows=minimum)
-    state: Any = state_of(model())
+    state = state_of(model())
     state.on_gpu = on_gpu
     if captured:
         state.captured = SimpleNamespace(bucket_for=bucket_for)
@@ -315,7 +315,7 @@ def test_a_field_that_another_release_has_renamed(name: str) -> None:
     """It raises an error, which the check at start finds; it does not pass as unset."""
     raised = 0
     for changes in BATCHES:
-        renamed: Any = SimpleNamespace(**vars(eligible_batch(**changes)))
+        renamed = SimpleNamespace(**vars(eligible_batch(**changes)))
         delattr(renamed, name)
         try:
             eligibility.check_eligibility(state_of(model()), renamed)
@@ -333,7 +333,7 @@ def test_a_field_that_is_only_written_is_checked_at_load(decodes: bool) -> None:
     assert written - read <= eligibility.FIELDS_BY_NAME
 
 
-SHORT_ON_A_GPU: list[tuple[int, int | None, bool, Refusal | None]] = [
+SHORT_ON_A_GPU = [
     (128, None, False, eligibility.TOO_LITTLE),
     (129, None, False, None),
     (128, 127, False, None),  # the operator's minimum

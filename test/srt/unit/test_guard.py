@@ -33,7 +33,7 @@ from sglang_gemma4_yoco.startup import reports, runner_methods
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
-WRAPS: dict[tuple[Any, str], Any] = dict(runner_methods.WRAPPED)
+WRAPS = dict(runner_methods.WRAPPED)
 for text_model in registry.list_text_models():
     WRAPS[text_model, "forward"] = forward.wrap_model_forward
 for (path, method), wrap in reports.OPTIONAL.items():
@@ -89,7 +89,7 @@ def test_objects_that_cannot_be_read(
 
 
 def text_model_without_a_tail() -> Any:
-    model: Any = Gemma4TextModel.__new__(Gemma4TextModel)
+    model = Gemma4TextModel.__new__(Gemma4TextModel)
     torch.nn.Module.__init__(model)
     model.config = SimpleNamespace(num_hidden_layers=4, num_kv_shared_layers=0)
     return model

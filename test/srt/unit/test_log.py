@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
+from harness.fixtures import Said
 from sglang_gemma4_yoco import log
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
-def test_an_error_is_logged_with_each_line(said: Callable[..., list[str]]) -> None:
+def test_an_error_is_logged_with_each_line(said: Said) -> None:
     """An error that was logged with one line is logged again with another line."""
     lines = ["a prefill failed", "an audit failed"]
     for line in (*lines, *lines):
@@ -19,7 +18,7 @@ def test_an_error_is_logged_with_each_line(said: Callable[..., list[str]]) -> No
     assert said() == [f"{line}: MemoryError()" for line in lines]
 
 
-def test_a_line_is_the_same_whatever_it_has_measured(said: Callable[..., list[str]]) -> None:
+def test_a_line_is_the_same_whatever_it_has_measured(said: Said) -> None:
     lines = ["captured for 1, 2 rows in 2.3 s", "1 row is off by 1.2e-03", "2 rows are off by inf"]
     for line in lines:
         log.log_once(line)
@@ -28,7 +27,7 @@ def test_a_line_is_the_same_whatever_it_has_measured(said: Callable[..., list[st
     assert said() == lines
 
 
-def test_another_type_or_place_is_another_failure(said: Callable[..., list[str]]) -> None:
+def test_another_type_or_place_is_another_failure(said: Said) -> None:
     """An error is logged once for its type and the line that raises it, whatever its message."""
 
     def fail(error: Exception, *, early: bool) -> None:

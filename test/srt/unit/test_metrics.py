@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import orjson
 import prometheus_client
 import pytest
 
+from harness.fixtures import Said
 from sglang_gemma4_yoco import compat, counters, metrics
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import self_check as check
@@ -95,7 +95,7 @@ LINE = f"YOCO fast prefill falls back to stock: {SAME_TEXT}"
     ],
 )
 def test_a_batch_is_logged_and_counted_as_its_refusal_says(
-    said: Callable[..., list[str]], refusal: Refusal, label: str, lines: list[str]
+    said: Said, refusal: Refusal, label: str, lines: list[str]
 ) -> None:
     """The text of the refusal does not matter."""
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_metrics_that_cannot_be_made_cost_nothing() -> None:
     assert counters.served.forwards == {A_REASON: 1}
 
 
-def test_metrics_that_break_are_not_tried_again(said: Callable[..., list[str]]) -> None:
+def test_metrics_that_break_are_not_tried_again(said: Said) -> None:
     """Forwards continue, and are counted; the failure is logged once."""
     calls = []
 

@@ -59,7 +59,7 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
 
 
 def bodies(made: list[Prompt], kind: str) -> list[Any]:
-    found: list[Any] = []
+    found = []
     for prompt in made:
         if prompt.kind == kind:
             found.append(prompt.body)
