@@ -94,6 +94,11 @@ def test_a_release_with_other_types_fails(
     assert (saved.read_text() == "[]") is (types == "failed")
 
 
+@pytest.mark.parametrize("name", version_matrix.FILES)
+def test_the_matrix_runs_tests_that_exist(name: str) -> None:
+    assert (environment.REPO / "test" / "srt" / name).exists()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_names_a_release_that_is_not_tested(page: Path) -> None:
     """But that of a measurement. Nor does it name a range of releases without the newest one."""
