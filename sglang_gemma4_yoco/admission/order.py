@@ -50,10 +50,10 @@ def admit(
     And return third-party code that may read unfinished chunks. With several ranks all of them
     return the same reason, or none does and they have the same code.
     """
-    readers = third_party.list_chunk_readers(runner)
-    backends = None
+    backends = readers = None
     refusal = find_runner_reason(runner, model)
     if not refusal:
+        readers = third_party.list_chunk_readers(runner)
         backends = build_pair(runner, model, registry.find_adapter(model).ATTENTION_BACKENDS)
         if not backends:
             refusal = runner_parts.NO_TAIL

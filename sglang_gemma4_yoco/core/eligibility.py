@@ -159,7 +159,7 @@ def is_intermediate_chunk(forward_batch: ForwardBatch) -> bool:
     if getattr(forward_batch, compat.batch.CHUNK_MARK, True):
         return False
     sampling = forward_batch.sampling_info
-    if sampling and sampling.has_custom_logit_processor:
+    if sampling is not None and sampling.has_custom_logit_processor:
         return False
     capture = forward_batch.capture_hidden_mode
     if capture not in (None, CaptureHiddenMode.NULL) or _find_drafts(forward_batch):

@@ -42,8 +42,9 @@ def _make_tables(document: Document) -> dict[str, Rows]:
             figures[0] = NOT_TRIED
         cut = f"{found['cut']}/{found['prefills']}"
         kinds.append([kind, cut, str(found["cached_tokens"]), *figures])
-    for kind in document["left_out"].keys() - document["agreement"].keys():
-        kinds.append([kind, "", "", NOT_TRIED, "", ""])
+    for kind in document["left_out"]:
+        if kind not in document["agreement"]:
+            kinds.append([kind, "", "", NOT_TRIED, "", ""])
     return {
         "Time to first token, seconds: median (20th to 80th percentile)": times,
         "Stock against others: same tokens, mean difference of log-probabilities (largest)": kinds,
