@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from sglang_gemma4_yoco.commands.console import CommandError, say
@@ -42,6 +43,21 @@ def find_uv(venv: Path) -> Path:
     raise SetupError("uv could not be installed: check pip and the network, or install uv yourself")
 
 
+def add_promtool(venv: Path) -> None:
+    """Put Debian's or Ubuntu's promtool into an environment, unless there is one.
+
+    Without apt-get, or without a network, nothing happens: the tests that need promtool then fail,
+    and name the remedy. Installing the package would need root, and would start a daemon.
+    """
+    if shutil.which("promtool") or (venv / "bin" / "promtool").exists():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        # The machine's lists of packages may be missing or old, and only root can update them.
+        apt = f"apt-get -qq -o Dir::State::Lists={folder}"
+        get = f"cd {folder} && {apt} update && {apt} download prometheus && dpkg -x *.deb ."
+        run("sh", "-c", f"{get} && install usr/bin/promtool {shlex.quote(str(venv))}/bin")
+
+
 def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
     """Make or reuse the environment ``venv``, and install SGLang and this package in it.
 
@@ -69,6 +85,8 @@ def prepare(venv: Path, *, sglang: str, group: str = "cpu") -> Path:
     # Editable, so that an older environment follows the checkout.
     packages = (release, "-e", REPO, f"--group={group}")
     if run(find_uv(venv), "pip", "install", "--python", python, *packages):
+        if group == "dev":
+            add_promtool(venv)
         return python
     raise SetupError(
         f"{release} could not be installed; what was installed is kept. Check network and proxy; "

@@ -1,0 +1,23 @@
+"""Programs that check files of ``deploy/`` and ``docs/monitoring/``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def find(program: str) -> Path:
+    """Return the path of a program: beside this interpreter, or else on the PATH.
+
+    A test that needs a missing one fails, because a skipped check looks like a passed one.
+    """
+    beside = Path(sys.executable).parent
+    found = shutil.which(program, path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
+    if found is None:
+        remedy = "without apt-get put it on the PATH"
+        pytest.fail(f"{program} is not installed: run scripts/run_tests.py once; {remedy}")
+    return Path(found)
