@@ -1,62 +1,60 @@
-"""Files of ``deploy/``: validators accept them, and SGLang knows their flags."""
+"""Files of ``deploy/``: validators accept them, and SGLang knows their flags and variables."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
-from importlib import util
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
-from harness.validators import find
+from harness.manifests import pod, render, run, with_wheel, workload
 from scripts.environment import REPO
 from sglang_gemma4_yoco import settings
 
-DEPLOY = REPO / "deploy"
-KUBERNETES, VERIFY, COMPOSE, UNIT = (
-    DEPLOY / name
-    for name in (
-        *("kubernetes/fast/server.yaml", "kubernetes/verify.yaml"),
-        *("compose.yaml", "sglang-gemma4.service"),
-    )
-)
-FILES = (KUBERNETES, COMPOSE, UNIT)
+DEPLOY, HARNESS = REPO / "deploy", Path(__file__).parents[1] / "harness"
+COMPOSE, UNIT = DEPLOY / "compose.yaml", DEPLOY / "sglang-gemma4.service"
+OVERLAYS = BASE, FAST, CANARY, VERIFY = ("base", "fast", "canary", "verify")
+FOREIGN = sorted((HARNESS / "deployments").glob("*.yaml"))
+RESTRICTED = json.loads((HARNESS / "restricted.json").read_text())
+INSTALLING = "install-gemma4-yoco"
 
-
-def validate(command: Sequence[str | Path]) -> str:
-    """Run a validator, which must accept, and return what it printed."""
-    program = find(str(command[0]))
-    done = subprocess.run([program, *command[1:]], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not done.stderr, done.stderr
-    return done.stdout
+#: Where SGLang, and libraries that it configures, would put their caches in each environment.
+CACHES = """
+import importlib, json, os, sys
+from huggingface_hub import constants
+from sglang.kernels.jit.utils.compile.cache import cache_root
+from sglang.srt.environ import third_party_cache_defaults
+for environment in json.load(sys.stdin):
+    os.environ.clear()
+    os.environ.update(environment)
+    importlib.reload(constants)
+    found = {**third_party_cache_defaults(), "JIT": cache_root(), "HF": constants.HF_HUB_CACHE}
+    print(json.dumps({name: environment.get(name, str(path)) for name, path in found.items()}))
+"""
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of the manifest of a canary's stock replica."""
-    file = tmp_path_factory.mktemp("kubernetes") / "stock.yaml"
-    file.write_text(validate(["kubectl", "kustomize", KUBERNETES.parents[1] / "stock"]))
-    return file
+def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_wheel(tmp_path_factory.mktemp("manifests"))
 
 
-@pytest.mark.parametrize("file", [KUBERNETES, VERIFY], ids=lambda file: file.name)
-def test_kubernetes_accepts_the_manifest(file: Path) -> None:
-    validate(["kubernetes-validate", "--strict", "--quiet", file])
-
-
-def test_kubernetes_accepts_the_stock_replica(stock: Path) -> None:
-    validate(["kubernetes-validate", "--strict", "--quiet", stock])
+@pytest.fixture(scope="module")
+def rendered(manifests: Path) -> dict[str, list[Any]]:
+    return {name: render(manifests / name) for name in OVERLAYS}
 
 
 def test_compose_accepts_the_file() -> None:
-    validate(["docker-compose", "-f", COMPOSE, "config", "-q"])
+    run("docker-compose", "-f", COMPOSE, "config", "-q")
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
@@ -65,102 +63,161 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
         pytest.skip("systemd-analyze comes with systemd alone")
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/sglang/bin/sglang", "/bin/true"))
-    validate(["systemd-analyze", "verify", unit])
+    run("systemd-analyze", "verify", unit)
 
 
-def read(manifest: Path, kind: str) -> list[Any]:
-    """Return a manifest's documents of one kind."""
-    documents = yaml.safe_load_all(manifest.read_text())
-    return [one for one in documents if one["kind"] == kind]
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_pods_are_restricted_and_their_roots_read_only(
+    rendered: dict[str, list[Any]], name: str
+) -> None:
+    jsonschema.validate(workload(rendered[name])["spec"]["template"], RESTRICTED)
 
 
-def pod(manifest: Path = KUBERNETES) -> Any:
-    """Return the specification of the only Deployment's pods."""
-    [deployment] = read(manifest, "Deployment")
-    return deployment["spec"]["template"]["spec"]
+def server(documents: Sequence[Any]) -> Any:
+    """Return the first container of the only workload."""
+    return pod(documents)["containers"][0]
 
 
-def flags_of_server(file: Path) -> list[str]:
-    """Return the flags after ``sglang serve``."""
-    if file == KUBERNETES:
-        [server] = pod()["containers"]
-        words = [*server["command"], *server["args"]]
-    elif file == COMPOSE:
-        [service] = yaml.safe_load(COMPOSE.read_text())["services"].values()
-        words = service["command"]
-    else:
-        [line] = re.findall(r"^ExecStart=(.*)$", UNIT.read_text(), re.MULTILINE)
-        words = line.split()
-    assert Path(words[0]).name == "sglang"
-    assert words[1] == "serve"
-    return list(words[2:])
+def environment(container: Any) -> dict[str, str]:
+    """Return a container's variables, except those whose values others have."""
+    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
 
 
-def test_doctor_gets_the_model_of_the_server() -> None:
-    [doctor], [server] = pod()["initContainers"], pod()["containers"]
-    [command] = doctor["args"]
-    model, _, _, ranks, _ = server["args"]
-    for flag in (model, ranks):
-        assert flag.replace("=", " ") in command
-    for name in ("env", "resources", "volumeMounts", "image"):
-        assert doctor[name] == server[name]
+@pytest.fixture(scope="module")
+def environments(rendered: dict[str, list[Any]]) -> dict[str, dict[str, str]]:
+    """Return each file's variables."""
+    [service] = yaml.safe_load(COMPOSE.read_text())["services"].values()
+    lines = re.findall(r"^Environment=(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE)
+    pods = {name: environment(server(documents)) for name, documents in rendered.items()}
+    return {**pods, COMPOSE.name: service["environment"], UNIT.name: dict(lines)}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_sglang_knows_the_flags(file: Path) -> None:
+def test_caches_are_kept(environments: dict[str, dict[str, str]]) -> None:
+    """Also without a home directory: all caches of SGLang are on the file's volume."""
+    asked = [{k: v for k, v in one.items() if k != "HOME"} for one in environments.values()]
+    ask = [sys.executable, "-c", CACHES]
+    said = subprocess.run(ask, input=json.dumps(asked), text=True, check=True, stdout=-1).stdout
+    for name, line in zip(environments, said.splitlines(), strict=True):
+        volume = "/var/cache/sglang-gemma4/" if name == UNIT.name else "/cache/"
+        for cache, path in json.loads(line).items():
+            assert path.startswith(volume), (name, cache)
+
+
+@pytest.mark.parametrize("name", [COMPOSE.name, UNIT.name])
+def test_the_switch_is_there(environments: dict[str, dict[str, str]], name: str) -> None:
+    assert environments[name][settings.SWITCH] == "1"
+    assert [one for one in environments[name] if "YOCO" in one] == [settings.SWITCH]
+
+
+def test_sglang_knows_the_flags(rendered: dict[str, list[Any]]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    served = parser.parse_args(flags_of_server(file))
-    assert served.enable_metrics
-    # Probes, scrapers and other commands of the file name the same ones.
-    text = file.read_text()
-    assert set(re.findall(r"google/[\w.-]+", text)) == {served.model_path}
-    assert set(re.findall(r"\b\d{5}\b", text)) == {str(served.port)}
+    [service] = yaml.safe_load(COMPOSE.read_text())["services"].values()
+    [line] = re.findall(r"^ExecStart=\S+ serve (.*)$", UNIT.read_text(), re.MULTILINE)
+    starts = ["python3", "-m", "sglang.launch_server"]
+    container = server(rendered[BASE])
+    assert service["command"][:3] == container["command"] == starts
+    for flags in (line.split(), service["command"][3:], container["args"]):
+        served = parser.parse_args(flags)
+        assert served.enable_metrics
+        assert served.port == container["ports"][0]["containerPort"]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_the_switch_is_there_and_caches_are_kept(file: Path) -> None:
-    text = file.read_text()
-    assert set(re.findall(r"SGLANG_GEMMA4_YOCO\w*", text)) == {settings.SWITCH}
-    kept = re.findall(r"(\w+)(?:, value: |: |=)/\S*cache/", text)
-    for reader in ("triton.knobs", "tvm_ffi.cpp.extension", "huggingface_hub.constants"):
-        found: Any = util.find_spec(reader)
-        source = Path(found.origin).read_text()
-        assert any(f'"{variable}"' in source for variable in kept), reader
+def test_verify_runs_what_is_served(rendered: dict[str, list[Any]]) -> None:
+    """The image, the model, the caches, the GPU and the installation are the Deployment's."""
+    verifying, serving = pod(rendered[VERIFY]), pod(rendered[FAST])
+    assert verifying["initContainers"] == serving["initContainers"]
+    assert verifying["securityContext"] == serving["securityContext"]
+    assert verifying["volumes"] == serving["volumes"]
+    [verify], [served] = verifying["containers"], serving["containers"]
+    assert verify["args"][0] == served["args"][0]
+    for name in ("image", "resources", "volumeMounts", "env", "securityContext"):
+        assert verify[name] == served[name]
 
 
-def test_verify_runs_what_is_served() -> None:
-    """The image, the model, the caches and the GPU are the Deployment's."""
-    [job], [server] = read(VERIFY, "Job"), pod()["containers"]
-    verifying = job["spec"]["template"]["spec"]
-    [verify] = verifying["containers"]
-    assert verifying["volumes"] == pod()["volumes"]
-    assert verify["env"] == server["env"][1:]  # except the switch
-    assert verify["args"][0] == server["args"][0]
-    for name in ("image", "resources", "volumeMounts"):
-        assert verify[name] == server[name]
+def test_the_canary_stands_beside_stock(rendered: dict[str, list[Any]]) -> None:
+    """One Service has both, another one only the canary. The claim is stock's."""
+    stock, fast = (workload(rendered[name]) for name in (BASE, CANARY))
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one in (stock, fast)]
+    assert [one["spec"]["selector"]["matchLabels"] for one in (stock, fast)] == labels
+    assert [one["track"] for one in labels] == ["stock", "fast"]
+    names = [
+        {(one["kind"], one["metadata"]["name"]) for one in rendered[o]} for o in (BASE, CANARY)
+    ]
+    assert not names[0] & names[1]
+    assert not [one for one in rendered[CANARY] if one["kind"] == "PersistentVolumeClaim"]
+    selectors = []
+    for documents in (rendered[BASE], rendered[CANARY]):
+        selectors += [one["spec"]["selector"] for one in documents if one["kind"] == "Service"]
+    shared, own = selectors
+    assert own == labels[1]
+    assert shared.items() == labels[0].items() & labels[1].items()
+    claims = [one for one in pod(rendered[BASE])["volumes"] if "persistentVolumeClaim" in one]
+    assert claims
+    assert [one for one in pod(rendered[CANARY])["volumes"] if one in claims] == claims
 
 
-def test_the_stock_replica_stands_beside_the_canary(stock: Path) -> None:
-    """Each has a Service of its own, and one Service has both; the cache is the canary's."""
-    names, selected = set[str](), []
-    for manifest in (KUBERNETES, stock):
-        [deployment] = read(manifest, "Deployment")
-        names.add(deployment["metadata"]["name"])
-        specification = deployment["spec"]
-        labels = specification["template"]["metadata"]["labels"]
-        assert specification["selector"]["matchLabels"] == labels
-        selected.append(labels)
-    assert len(names) == 2
-    fast, other = selected
-    shared, own = (one["spec"]["selector"] for one in read(KUBERNETES, "Service"))
-    [others] = read(stock, "Service")
-    assert (own, others["spec"]["selector"]) == (fast, other)
-    assert shared.items() == fast.items() & other.items()
-    assert not read(stock, "PersistentVolumeClaim")
-    assert pod(stock)["volumes"] == pod()["volumes"]
-    [one], [server] = pod()["containers"], pod(stock)["containers"]
-    switch = {"name": settings.SWITCH, "value": "0"}
-    assert server == {**one, "env": [switch, *one["env"][1:]]}
+def add_plugin(manifests: Path, directory: Path, *resources: Path) -> Path:
+    """Return a folder whose kustomization adds the plugin to these files."""
+    for file in resources:
+        shutil.copy(file, directory)
+    text = {
+        "namespace": "models",
+        "resources": [file.name for file in resources],
+        "components": [os.path.relpath(manifests / "plugin", directory)],
+    }
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    return directory
+
+
+def take(found: list[Any], expected: set[str]) -> list[Any]:
+    """Take the items with these names out of a list, and return them."""
+    taken = [one for one in found if one["name"] in expected]
+    assert {one["name"] for one in taken} == expected
+    found[:] = [one for one in found if one not in taken]
+    return taken
+
+
+@pytest.mark.parametrize("file", FOREIGN, ids=lambda file: file.stem)
+def test_a_deployment_that_exists_gets_the_plugin(
+    manifests: Path, tmp_path: Path, file: Path
+) -> None:
+    """Its first container finds what an init container of the same image installs."""
+    documents = render(add_plugin(manifests, tmp_path, file))
+    changed, original = workload(documents), yaml.safe_load(file.read_text())
+    [wheel] = [one["metadata"] for one in documents if one["kind"] == "ConfigMap"]
+    assert wheel["namespace"] == changed["metadata"]["namespace"] == "models"
+    found, first = pod([changed]), server([changed])
+    [installing] = take(found["initContainers"], {INSTALLING})
+    assert installing["image"] == first["image"]
+    volumes = take(found["volumes"], {"gemma4-yoco", "gemma4-yoco-wheel"})
+    assert {"name": wheel["name"]} in [one.get("configMap") for one in volumes]
+    base = environment(installing)["PYTHONUSERBASE"]
+    assert take(first["env"], {"PYTHONUSERBASE"}) == [{"name": "PYTHONUSERBASE", "value": base}]
+    mounted = {"name": "gemma4-yoco", "mountPath": base}
+    assert take(first["volumeMounts"], {"gemma4-yoco"}) == [mounted]
+    assert mounted in installing["volumeMounts"]
+    # Nothing else has changed, PYTHONPATH included.
+    for part in (found, first):
+        for name in [name for name, value in part.items() if value == []]:
+            del part[name]
+    assert pod([changed]) == pod([original])
+    del changed["metadata"]["namespace"]
+    original["metadata"].pop("namespace", None)
+    assert changed == original
+
+
+@pytest.mark.parametrize(
+    ("resources", "error"), [((), "nothing selected by Deployment"), (FOREIGN, "multiple matches")]
+)
+def test_which_deployment_is_meant_is_clear(
+    manifests: Path, tmp_path: Path, resources: Sequence[Path], error: str
+) -> None:
+    with pytest.raises(AssertionError, match=error):
+        render(add_plugin(manifests, tmp_path, *resources))
+
+
+def test_the_dockerfile() -> None:
+    run("hadolint", REPO / "Dockerfile")
