@@ -1,7 +1,7 @@
 # An SGLang image with the plugin in it. The tag names the versions of both:
 #   docker build --build-arg COMMIT=$(git rev-parse HEAD) -t sglang-gemma4:v0.5.23-0.1.0 .
 #   docker run --gpus all --shm-size 8g -p 30000:30000 sglang-gemma4:v0.5.23-0.1.0 \
-#       python3 -m sglang.launch_server --model-path google/gemma-4-E4B-it --host 0.0.0.0
+#       sglang serve --model-path google/gemma-4-E4B-it --host 0.0.0.0
 # BASE may be any image of SGLang, also a smaller one (lmsysorg/sglang:v0.5.23-runtime), of another
 # registry, or by digest (lmsysorg/sglang@sha256:...).
 ARG BASE=lmsysorg/sglang:v0.5.23

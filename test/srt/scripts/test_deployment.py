@@ -116,10 +116,9 @@ def test_sglang_knows_the_flags(rendered: dict[str, list[Any]]) -> None:
     ServerArgs.add_cli_args(parser)
     [service] = yaml.safe_load(COMPOSE.read_text())["services"].values()
     [line] = re.findall(r"^ExecStart=\S+ serve (.*)$", UNIT.read_text(), re.MULTILINE)
-    starts = ["python3", "-m", "sglang.launch_server"]
     container = server(rendered[BASE])
-    assert service["command"][:3] == container["command"] == starts
-    for flags in (line.split(), service["command"][3:], container["args"]):
+    assert service["command"][:2] == container["command"] == ["sglang", "serve"]
+    for flags in (line.split(), service["command"][2:], container["args"]):
         served = parser.parse_args(flags)
         assert served.enable_metrics
         assert served.port == container["ports"][0]["containerPort"]

@@ -30,7 +30,9 @@ def test_everything_names_the_same_newest_release() -> None:
     assert (version_matrix.VERSIONS[0], version_matrix.VERSIONS[-1]) == (OLDEST, NEWEST)
     assert str(compat.release.FIRST_TESTED) == OLDEST
     assert device.SGLANG == roles.SGLANG == NEWEST
-    assert f"ARG SGLANG=v{NEWEST}\n" in (environment.REPO / "Dockerfile").read_text()
+    assert f"ARG BASE=lmsysorg/sglang:v{NEWEST}\n" in (environment.REPO / "Dockerfile").read_text()
+    model = environment.REPO / "deploy" / "kubernetes" / "model" / "kustomization.yaml"
+    assert f"newTag: v{NEWEST}}}" in model.read_text()
     readme = (environment.REPO / "README.md").read_text()
     for words in (
         f"Requires SGLang {OLDEST} or {NEWEST}.",
