@@ -136,6 +136,14 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", E2B_TINY)
 
 
+@pytest.fixture(scope="session")
+def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a copy of deploy/kubernetes, with the plugin's wheel in it."""
+    from harness.manifests import with_wheel
+
+    return with_wheel(tmp_path_factory.mktemp("manifests"))
+
+
 PROCESSORS = "--enable-custom-logit-processor"
 
 

@@ -12,16 +12,11 @@ import pytest
 
 from harness.ask import generate, tokens
 from harness.layer_rows import cut
-from harness.manifests import pod, render, with_wheel
+from harness.manifests import pod, render
 from harness.server import running
 from scripts.environment import REPO
 
 IMPORTED = ("-P", "-c", "import sglang_gemma4_yoco; print(sglang_gemma4_yoco.__file__)")
-
-
-@pytest.fixture(scope="module")
-def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_wheel(tmp_path_factory.mktemp("manifests"))
 
 
 @pytest.fixture
