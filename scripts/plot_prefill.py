@@ -94,6 +94,8 @@ def draw_predicted(axes: Any) -> None:
                 if case["source"]:
                     marker = "x"
                 axes.scatter(case["tokens"], case["ratio"], color=colour, marker=marker)
+    for marker, whose in ((".", "this plugin on an H200"), ("x", "others, other GPUs and engines")):
+        axes.scatter([], [], color="grey", marker=marker, label=f"measured: {whose}")
     label_ratios(axes)
 
 
