@@ -182,14 +182,20 @@ def format_flags(names: Iterable[str]) -> str:
 
 
 def list_ratios(lengths: Sequence[int], document: Document) -> Rows:
-    """Yield one row: ratios and ceilings at these lengths."""
-    found = {}
+    """Yield ratios and ceilings at these lengths; below them, for a GPU, prefill tokens/s."""
+    found, speeds = {}, {}
     for point in document["points"]:
-        found[point["load"]["length"]] = f"{point['ratio']:.1f}x of {point['ceiling']:.1f}x"
+        length = point["load"]["length"]
+        found[length] = f"{point['ratio']:.1f}x of {point['ceiling']:.1f}x"
+        stock, fast = (length / point[way]["median"] for way in ("off", "on"))
+        speeds[length] = f"{stock:,.0f} / {fast:,.0f}"
     model = document["model"].removesuffix("_MINI").replace("GEMMA3N_", "Gemma 3n ")
-    if not document["device"].startswith("cpu"):
-        model += f", {document['device'].removeprefix('NVIDIA ')}, SGLang {document['sglang']}"
-    yield model, *(found[length] for length in lengths)
+    release, on_a_gpu = f"SGLang {document['sglang']}", not document["device"].startswith("cpu")
+    if on_a_gpu:
+        release = f"{document['device'].removeprefix('NVIDIA ')}, {release}"
+    yield f"{model}, {release}", *(found[length] for length in lengths)
+    if on_a_gpu:
+        yield "prefill tokens/s, stock / fast", *(speeds[length] for length in lengths)
 
 
 def list_prefills(document: Document) -> Rows:
@@ -360,6 +366,36 @@ def list_predicted(part: str, columns: Sequence[str], lengths: Sequence[int] = (
             yield [case[column] for column in columns]
 
 
+def list_others() -> Rows:
+    """Yield each source of others' measurements, that with the least gain first.
+
+    Of each source: the number of its measurements, the one with the least gain and that with the
+    largest.
+    """
+    found = defaultdict[str, list[Document]](list)
+    for case in json.loads((RESULTS.parent / "predicted.json").read_text())["cases"]:
+        if case["source"]:
+            found[case["source"]].append(case)
+
+    def gain(case: Document) -> float:
+        return float(case["ratio"])
+
+    for cases in sorted(found.values(), key=lambda cases: min(map(gain, cases))):
+        ends = [min(cases, key=gain), max(cases, key=gain)]
+        cells = [f"{case['measured']}: {case['model']}, {describe_load(case)}" for case in ends]
+        if len(cases) == 1:
+            cells[1] = ""
+        source = ends[0]
+        name = f"[{source['name'].partition(',')[0]}]({source['source']}), {source['gpu']}"
+        yield name, len(cases), *cells
+
+
+def describe_load(case: Document) -> str:
+    """Return what was measured of a load, and the load."""
+    _, _, load = case["name"].partition(", ")
+    return f"{case['what']}, {load}"
+
+
 #: GPUs: the architecture, and the attention backend that SGLang 0.5.23 chooses for Gemma 4.
 CARDS = {
     "A100": ("SM80", "triton"),
@@ -388,8 +424,9 @@ EVIDENCE = REPO / "test" / "srt" / "harness" / "attention_backends.toml"
 COMPARED = ("measured", "expected")
 REPLAYED = ("model", "tokens", "stock", "stock replayed", "captured", "both")
 REPLAYED_ON_AN_H100 = partial(list_predicted, "H100", REPLAYED, (512, 1024, 2048, 8192))
+AFTER_A_PREFIX = ("model", "device", "tokens", "stock", "captured", "range")
 OTHERS = ("link", "model", "gpu", "what", *COMPARED, "differs")
-CHECKED = ("run", "model", "tokens", "way", *COMPARED)
+CHECKED = ("run", "sglang", "model", "tokens", "way", *COMPARED)
 ON_A_CPU = partial(list_ratios, (128, 512, 2048))
 ON_A_GPU = partial(list_ratios, (512, 1024, 8192, 32768))
 TABLES = (
@@ -403,8 +440,9 @@ TABLES = (
     Table("docs/compatibility.md", "releases", list_releases),
     Table(GPU, "predicted ms", REPLAYED_ON_AN_H100),
     Table(GPU, "predicted", partial(list_predicted, "H100", ("model", "tokens", "range"))),
+    Table(GPU, "predicted after a prefix", partial(list_predicted, "cached", AFTER_A_PREFIX)),
     Table(GPU, "checked", partial(list_predicted, "cases", CHECKED)),
-    Table(README, "measured by others", partial(list_predicted, "cases", ("brief", *COMPARED))),
+    Table(README, "measured by others", list_others),
     Table(SUMMARY, "measured by others", partial(list_predicted, "cases", OTHERS)),
     Table(SUMMARY, "on a GPU", ON_A_GPU, "gpu_prefill_*.json", origins=False),
     Table(SUMMARY, "prefill", ON_A_CPU, "prefill_*mini_cpu_*.json", origins=False),

@@ -24,7 +24,7 @@ import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import product
 from operator import getitem
 from timeit import repeat
@@ -39,6 +39,8 @@ from sglang_gemma4_yoco.commands.console import say
 
 BENCHMARK = RESULTS.parent
 PREDICTED = BENCHMARK / "predicted.json"
+#: Tokens that a prompt shares with earlier ones and that are cached, and tokens of its own.
+PREFIX, OWN = 1500, (200, 1000, 2000, 6000)
 LENGTHS = (32, 128, 512, 1024, 2048, 4096, 8192, 32768)
 WAYS = ("stock", "captured", "stock replayed", "both")
 DRAWS = 300
@@ -67,6 +69,7 @@ def read_results(entry: Mapping[str, Any]) -> list[Any]:
     for tokens in entry["tokens"]:
         off, on = (reduce(getitem, entry[side], points[tokens]) for side in ("off", "on"))
         about = {"model": document["model"], "tokens": tokens, "off": off, "on": on}
+        about["sglang"] = document["sglang"]
         cases.append(new_case(**{**entry, **about}))
     return cases
 
@@ -146,14 +149,17 @@ def find_slack(cases: Sequence[Any]) -> Any:
     return max(1.0, *(low / ratios), *(ratios / high))
 
 
-def predict_prefills(device: str, visits: bool, fitted: Any, slack: float) -> list[Any]:
-    """Return predictions: for a model and a length, the ratio, its range, and milliseconds."""
+def predict_prefills(lengths: Sequence[int], fitted: Any, slack: float, **about: Any) -> list[Any]:
+    """Return predictions: for a model and a length, the ratio, its range, and milliseconds.
+
+    Args:
+        about: what all cases share, such as their device.
+    """
     from scripts.bench.prefill_model import predict
 
     cases = []
-    for model, tokens in product(("E2B", "E4B"), LENGTHS):
-        about = {"model": model, "device": device, "tokens": tokens, "visits": visits}
-        cases.append(new_case(ways=WAYS, **about))
+    for model, tokens in product(("E2B", "E4B"), lengths):
+        cases.append(new_case(ways=WAYS, model=model, tokens=tokens, **about))
     for case, (low, high) in zip(cases, find_ranges(cases).T.tolist(), strict=True):
         stock, captured, *_ = seconds = [found.item() for found in predict(case, fitted)]
         case.ratio, case.low, case.high = stock / captured, low / slack, high * slack
@@ -215,8 +221,12 @@ def main() -> None:
         say(f"{about}: {case.measured}, predicted {case.expected}")
     fitted, slack = fit([case for case in known if case.fit]), find_slack(known)
     document = {"fitted": vars(fitted), "slack": slack, "cases": list(map(vars, cases))}
-    document["H100"] = predict_prefills("H100", False, fitted, slack)
-    document["H200"] = predict_prefills("H200", True, fitted, slack)
+    predict_each = partial(predict_prefills, fitted=fitted, slack=slack)
+    document["H100"] = predict_each(LENGTHS, device="H100")
+    document["H200"] = predict_each(LENGTHS, device="H200", visits=True)
+    document["cached"] = []
+    for device in ("H100", "H200"):
+        document["cached"] += predict_each(OWN, device=device, prefix=PREFIX)
     write_result(PREDICTED, origin() | document)
 
 

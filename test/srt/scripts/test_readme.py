@@ -28,6 +28,7 @@ LEVELS = {
 }
 #: The evidence for each row of docs/modes.md: tests by level, and what of SGLang was read.
 EVIDENCE = json.loads((REPO / "test" / "srt" / "harness" / "modes.json").read_text())
+README = (REPO / "README.md").read_text()
 GENERATED = re.compile(r"<!-- (.+): begin -->.*<!-- \1: end -->", re.DOTALL)
 
 
@@ -100,6 +101,18 @@ def test_files_that_only_a_release_runs_are_listed() -> None:
 def test_the_tables_are_up_to_date() -> None:
     """If this fails: run ``scripts/tables.py --write``."""
     assert tables.main([]) == 0
+
+
+def test_the_least_gain_of_others_comes_first() -> None:
+    """README counts each published measurement, and none is below its first row."""
+    published = tomllib.loads((REPO / "benchmark" / "others.toml").read_text())["measured"]
+    gains = [one.get("ratio") or one["off"] / one["on"] for one in published]
+    [table] = re.findall(r"measured by others: begin -->(.*?)<!--", README, re.DOTALL)
+    rows = re.findall(r"^\| \[.*?\| (\d+) \| ([\d.]+)x", table, re.MULTILINE)
+    assert sum(int(number) for number, _ in rows) == len(published)
+    shown = [float(least) for _, least in rows]
+    assert shown == sorted(shown)
+    assert shown[0] == pytest.approx(min(gains), abs=0.006)
 
 
 def test_noted_figures_are_those_of_their_pages() -> None:
