@@ -405,12 +405,13 @@ CARDS = {
     "H200": ("SM90", "triton"),
     "B200": ("SM100", "trtllm_mha"),
     "RTX 5090": ("SM120", "triton"),
+    "GB10 (DGX Spark)": ("SM121", "triton"),
     "MI300X": ("gfx942", "triton"),
 }
 #: GPUs for which "active" has an exception.
 NOTES = {
-    "B200": "active, without [audits](checks.md#audits)",
-    "MI300X": "active in bf16; [fp8 falls back to stock](quantised.md)",
+    "B200": "active, without [audits](checks.md#audits); [images](#b200)",
+    "MI300X": "active in bf16; [fp8 falls back to stock](quantised.md); [AITER](#mi300x)",
 }
 #: Tested features: cut prefills, the captured tail, exits; else SGLang's source was read.
 TRIED = {
