@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
@@ -373,27 +374,18 @@ def list_others() -> Rows:
     largest.
     """
     found = defaultdict[str, list[Document]](list)
-    for case in json.loads((RESULTS.parent / "predicted.json").read_text())["cases"]:
+    measured = json.loads((RESULTS.parent / "predicted.json").read_text())["cases"]
+    for case in sorted(measured, key=itemgetter("ratio")):
         if case["source"]:
             found[case["source"]].append(case)
-
-    def gain(case: Document) -> float:
-        return float(case["ratio"])
-
-    for cases in sorted(found.values(), key=lambda cases: min(map(gain, cases))):
-        ends = [min(cases, key=gain), max(cases, key=gain)]
-        cells = [f"{case['measured']}: {case['model']}, {describe_load(case)}" for case in ends]
+    for source, cases in found.items():
+        ends = []
+        for case in cases[0], cases[-1]:
+            name, _, load = case["name"].partition(", ")
+            ends.append(f"{case['measured']}: {case['model']}, {case['what']}, {load}")
         if len(cases) == 1:
-            cells[1] = ""
-        source = ends[0]
-        name = f"[{source['name'].partition(',')[0]}]({source['source']}), {source['gpu']}"
-        yield name, len(cases), *cells
-
-
-def describe_load(case: Document) -> str:
-    """Return what was measured of a load, and the load."""
-    _, _, load = case["name"].partition(", ")
-    return f"{case['what']}, {load}"
+            ends[1] = ""
+        yield f"[{name}]({source}), {case['gpu']}", len(cases), *ends
 
 
 #: GPUs: the architecture, and the attention backend that SGLang 0.5.23 chooses for Gemma 4.
