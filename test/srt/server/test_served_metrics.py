@@ -92,14 +92,15 @@ def test_audits(measured: Server) -> None:
         assert state["check"]["largest_difference"] <= state["check"]["allowed"]
 
 
-@pytest.mark.parametrize("file", ["grafana.json", "alerts.yml"])
+@pytest.mark.parametrize("file", ["grafana.json", "alerts.yml", "canary.yml", "canary_test.yml"])
 def test_dashboards_and_alerts_use_existing_metrics(measured: Server, file: str) -> None:
     """Dashboards' and rules' names, labels and outcomes all exist; no prefill failed."""
     text = (REPO / "docs" / "monitoring" / file).read_text().replace('\\"', '"')
     named = set(re.findall(r"sglang:\w+", text))
     assert named
-    # Prometheus adds these; the last two where it is told to.
-    measured_samples, known = samples(measured), {"instance", "pod", "track"}
+    # Prometheus adds the first four, all but `instance` where it is told to; rules add the others.
+    known = {"instance", "pod", "namespace", "track", "check", "otherwise", "verdict"}
+    measured_samples = samples(measured)
     assert named <= measured_samples.keys()
     pairs = set()
     for name in named:
