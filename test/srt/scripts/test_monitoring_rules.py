@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,3 +132,16 @@ def test_alerts(series: dict[str, str], firing: str, tmp_path: Path) -> None:
     fires = {f'{{alertname="Gemma4FastPrefill{alert}",{labels}}}': 1} if alert else {}
     count = "count by (alertname, namespace, pod, instance, model_name)"
     evaluate(tmp_path, "alerts.yml", series, {f'{count} (ALERTS{{alertstate="firing"}})': fires})
+
+
+def test_expressions_of_the_dashboard(tmp_path: Path) -> None:
+    """They parse with Grafana's variables replaced."""
+    dashboard = json.loads((MONITORING / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = [
+        {"record": f"panel:{number}", "expr": expression.replace("$__rate_interval", "5m")}
+        for number, expression in enumerate(expressions)
+    ]
+    file = tmp_path / "dashboard.yml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    run_promtool("check", "rules", file)
