@@ -70,10 +70,17 @@ SGLang is imported in compat/ and commands/ only. core/ knows no model::
 """
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 try:
     __version__ = version("sglang-gemma4-yoco")
 except PackageNotFoundError:  # an uninstalled source tree on sys.path
     __version__ = "0+unknown"
 
-__all__ = ["__version__"]
+try:
+    #: The commit from which the wheel was built.
+    COMMIT = Path(__file__).with_name("COMMIT").read_text().strip()
+except OSError:  # a source tree, or an editable installation of one
+    COMMIT = "unknown"
+
+__all__ = ["COMMIT", "__version__"]

@@ -13,9 +13,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, compat, counters
+from sglang_gemma4_yoco import COMMIT, __version__, compat, counters, settings
 from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
 from sglang_gemma4_yoco.counters import Outcome, served
@@ -58,6 +59,7 @@ _COUNTERS: dict[str, tuple[str, str, tuple[Outcome, ...]]] = {
 def describe_state() -> dict[str, Any]:
     """Return this process's entry in /server_info.
 
+    ``commit``: the commit from which the wheel was built; ``settings``: those of this process;
     ``reason``: why it is not active; ``fast_prefill``: the active implementation, if any; ``cut``,
     ``tail``: where it is cut, and how the tail runs; ``exits``: whether captured prefills may be
     cut; ``check``, ``exits_check``: results of the checks at start; ``rows``: by whether the last
@@ -70,6 +72,9 @@ def describe_state() -> dict[str, Any]:
         forwards[make_label(outcome)] += number
     entry = {
         "version": __version__,
+        "commit": COMMIT,
+        # A list: JSON has no tuples.
+        "settings": {**asdict(settings.current), "trust": [*settings.current.trust]},
         "active": reason is None,
         "reason": reason,
         **dict.fromkeys(("fast_prefill", "cut", "tail", "exits", "check", "exits_check")),

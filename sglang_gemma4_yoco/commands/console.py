@@ -12,7 +12,7 @@ Document = dict[str, Any]
 
 #: The entries that --json always has, besides the verdict; null if unknown.
 ENTRIES = (
-    *("version", "sglang", "torch", "python", "settings", "plugins"),
+    *("version", "commit", "sglang", "torch", "python", "settings", "plugins"),
     *("model", "layers", "first_shared", "quantisation", "attention"),
 )
 

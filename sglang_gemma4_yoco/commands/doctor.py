@@ -13,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 
-from sglang_gemma4_yoco import __version__, plugin, settings
+from sglang_gemma4_yoco import COMMIT, __version__, plugin, settings
 from sglang_gemma4_yoco.commands.console import CommandError, Report
 
 #: SGLang's variable with the names of the plugins to load, separated by commas; unset for all.
@@ -60,6 +60,7 @@ def _versions(report: Report) -> None:
         raise CommandError("no SGLang is installed here; run this where the server runs")
     found = {
         "version": __version__,
+        "commit": COMMIT,
         "sglang": version("sglang"),
         "torch": version("torch"),
         "python": platform.python_version(),

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections import defaultdict
 from pathlib import Path
@@ -42,14 +43,24 @@ def run(*command: str | Path) -> str:
     return done.stdout + done.stderr
 
 
+def commit(folder: Path) -> str:
+    """Commit all files of a new repository; return the commit."""
+    git = ("git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b")
+    run(*git, "init", "-q")
+    run(*git, "add", ".")
+    run(*git, "commit", "-q", "-m", "all")
+    return run(*git, "rev-parse", "HEAD").strip()
+
+
 @pytest.fixture(scope="module")
 def built(uv: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return the wheel, and the source distribution from which it is built."""
     folder, copy = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("checkout")
     # From a copy: building writes into the checkout.
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPO / name, copy)
     shutil.copytree(REPO / NAME, copy / NAME, ignore=shutil.ignore_patterns("__pycache__"))
+    commit(copy)
     run(uv, "build", "--out-dir", folder, copy)
     [wheel], [source] = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, source
@@ -63,8 +74,37 @@ def test_one_version(built: tuple[Path, Path]) -> None:
     assert re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == VERSION[1]  # type: ignore[index]  # there is one
 
 
+def read_commit(wheel: Path) -> str:
+    """Return the commit that a wheel names."""
+    with zipfile.ZipFile(wheel) as opened:
+        return opened.read(f"{NAME}/COMMIT").decode().strip()
+
+
+def test_the_wheel_names_its_commit(
+    uv: Path, built: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is git's if there is a repository, even through a source distribution, or a variable's."""
+    named = read_commit(built[0])
+    assert re.fullmatch("[0-9a-f]{40}", named)
+    copy = tmp_path / "checkout"
+    with tarfile.open(built[1]) as source:
+        source.extractall(copy, filter="data")
+    [folder] = copy.iterdir()
+    # As in a Dockerfile; a repository around the folder is not its own.
+    commit(copy)
+    for given, expected in (("", named), ("abc", "abc")):
+        monkeypatch.setenv("SGLANG_GEMMA4_YOCO_COMMIT", given)
+        run(uv, "build", "--wheel", "--out-dir", tmp_path, folder)
+        [wheel] = tmp_path.glob("*.whl")
+        assert read_commit(wheel) == expected
+    monkeypatch.delenv("SGLANG_GEMMA4_YOCO_COMMIT")
+    (folder / NAME / "COMMIT").unlink()
+    run(uv, "build", "--wheel", "--out-dir", tmp_path, folder)
+    assert read_commit(wheel) == "unknown"
+
+
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
-    expected = set[str]()
+    expected = {"COMMIT"}
     for path in (REPO / NAME).rglob("*.*"):
         if path.suffix != ".pyc":
             expected.add(str(path.relative_to(REPO / NAME)))
