@@ -1,12 +1,15 @@
-"""Report whether fast prefill is active on all schedulers of a server.
+"""Report whether fast prefill is active on all schedulers of one or more servers.
 
-Exit status: 0: active; 1: not active; 2: unknown (no response, or no plugin entry).
+With --json each server is one line. Exit status: 0: active; 1: not active, or no plugin entry; 2:
+wrong arguments; 3: no usable answer; 4: active, but prefills failed, audits differed, or no prefill
+was cut. Of several servers the worst counts, in the order 3, 1, 4, 0.
 """
 
 import argparse
 import os
+import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands.console import CommandError, Document, say
@@ -25,14 +28,26 @@ NO_ENTRY = (
 _VERDICTS = {
     True: (0, "The fast path is active{}"),
     False: (1, "The fast path is NOT active: {}"),
-    None: (2, "The server does not say whether the fast path is active: {}"),
+    None: (1, "The server does not say whether the fast path is active: {}"),
 }
+_NO_ANSWER = 3
+_FAULTY = 4
+# The best one first.
+_SEVERITY = (0, _FAULTY, 1, _NO_ANSWER)
+# Prefills in which each request has one new token, such as those of /health on an idle server.
+_NOTHING_TO_SKIP = "every_row_of_the_batch_is_read"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``status``."""
     add = parser.add_argument
-    add("url", metavar="URL", type=add_scheme, help="for example http://localhost:30000")
+    add(
+        "urls",
+        metavar="URL",
+        nargs="+",
+        type=add_scheme,
+        help="each server's own, for example http://localhost:30000",
+    )
     add(
         "--api-key",
         metavar="KEY",
@@ -45,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="certificates to trust, in PEM (default: REQUESTS_CA_BUNDLE, SSL_CERT_FILE)",
     )
     add("--insecure", action="store_true", help="trust any certificate")
-    add("--json", action="store_true", help="one line of JSON, for a program")
+    add("--json", action="store_true", help="one line of JSON for each server")
 
 
 def add_scheme(url: str) -> str:
@@ -56,23 +71,46 @@ def add_scheme(url: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Query the server and report; return the exit status."""
-    sglang, states = schedulers(args)
-    active, reason = verdict(states)
-    status, line = _VERDICTS[active]
+    """Query each server and report; return the exit status of the worst one."""
+    found = []
+    for url in args.urls:
+        if len(args.urls) > 1 and not args.json:
+            say(f"== {hide_user(url)}")
+        found.append(report(url, args))
+    return max(found, key=_SEVERITY.index)
+
+
+def report(url: str, args: argparse.Namespace) -> int:
+    """Query one server and report; return its exit status."""
+    sglang: str | None = None
+    states: list[Document | None] = []
+    active: bool | None = None
+    described = ""
+    try:
+        sglang, states = schedulers(url, args)
+        active, reason = verdict(states)
+        status, line = _VERDICTS[active]
+    except CommandError as failure:
+        reason = str(failure)
+        status, line = _NO_ANSWER, ""
+    if active:
+        status, described = _judge_counts(list(filter(None, states)))
     if args.json:
         say(
             {
                 "active": active,
                 "reason": reason,
+                "exit_status": status,
                 "sglang": sglang,
-                "url": hide_user(args.url),
+                "url": hide_user(url),
                 "schedulers": states,
             }
         )
+    elif status == _NO_ANSWER:
+        say(f"error: {reason}", sys.stderr)
     else:
         say(states, indent=1)  # null for a scheduler without an entry
-        say(line.format(reason or _describe_counts(filter(None, states))))
+        say(line.format(reason or described))
     return status
 
 
@@ -89,33 +127,48 @@ def verdict(states: Sequence[Document | None]) -> tuple[bool | None, str | None]
     return True, None
 
 
-def _describe_counts(states: Iterable[Document]) -> str:
-    """Return how much all schedulers of an active server have cut, as the end of a sentence."""
-    prefills = Counter[str]()
-    rows = Counter[str]()
+def _judge_counts(states: Sequence[Document]) -> tuple[int, str]:
+    """Return an active server's exit status, and what its prefills were, as a sentence's end.
+
+    Prefills in which there is nothing to skip do not count.
+    """
+    counts: dict[str, Counter[str]] = {name: Counter() for name in ("forwards", "rows", "audits")}
     for state in states:
-        rows.update(state.get("rows"))
-        prefills.update(state.get("forwards"))
-    total = prefills.total()
+        for name, count in counts.items():
+            count.update(state.get(name))
+    forwards = counts["forwards"]
+    status = 0
+    faults = ""
+    if failed := forwards[counters.FAILED]:
+        status = _FAULTY
+        faults = f", {failed} failed"
+    if differing := counts["audits"][counters.DIFFERS]:
+        status = _FAULTY
+        faults += f", {differing} audits differed"
+    del forwards[_NOTHING_TO_SKIP]
+    total = forwards.total()
     if not total:
-        return ": no prefill yet."
-    cut = sum(prefills[outcome] for outcome in counters.CUT)
+        return status, f": no prefill yet{faults}."
+    cut = sum(forwards[outcome] for outcome in counters.CUT)
     if not cut:
-        [(most, _)] = prefills.most_common(1)
-        return f", but none of {total} prefills was cut: most are {most} (docs/slower.md)."
+        [(most, _)] = forwards.most_common(1)
+        return _FAULTY, (
+            f", but none of {total} prefills was cut{faults}: most are {most} (docs/slower.md)."
+        )
+    rows = counts["rows"]
     skipped = rows["skipped"] / rows.total()
-    return f": {cut / total:.1%} of prefills cut, {skipped:.1%} of rows skipped."
+    return status, f": {cut / total:.1%} of prefills cut, {skipped:.1%} of rows skipped{faults}."
 
 
-def schedulers(args: argparse.Namespace) -> tuple[str, list[Document | None]]:
+def schedulers(address: str, args: argparse.Namespace) -> tuple[str | None, list[Document | None]]:
     """Return a server's SGLang version, and each scheduler's entry; raise CommandError on failure.
 
     The entry is None for a scheduler without one.
     """
-    url = hide_user(args.url)
+    url = hide_user(address)
     try:
-        reply = make_session(args.url, args.api_key).get(
-            f"{args.url.rstrip('/')}/server_info",
+        reply = make_session(address, args.api_key).get(
+            f"{address.rstrip('/')}/server_info",
             timeout=30,
             # As an argument: environment variables override a session's own setting.
             verify=not args.insecure and (args.cacert or True),

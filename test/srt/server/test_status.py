@@ -25,6 +25,8 @@ from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.https import API_KEY
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.commands.status import ENTRY, NO_ENTRY
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.metrics import make_label
 
 Captured = pytest.CaptureFixture[str]
 
@@ -64,44 +66,93 @@ def test_the_sample_in_the_documents(capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize(
-    ("counted", "said"),
+    ("counted", "exits", "said"),
     [
-        ([({}, {}), ({}, {})], ": no prefill yet."),
+        ([({}, {}), ({}, {})], 0, ": no prefill yet."),
+        ([({"PROBES": 5}, {"computed": 5})], 0, ": no prefill yet."),
+        (
+            [({"PROBES": 5, "failed": 1}, {})],
+            4,
+            ", but none of 1 prefills was cut, 1 failed: most are failed (docs/slower.md).",
+        ),
         (
             [
                 ({"active_eager": 2, "failed": 1}, {"computed": 30, "skipped": 50}),
-                ({"exit_intermediate_chunk": 1}, {"computed": 0, "skipped": 20}),
+                ({"exit_intermediate_chunk": 1, "PROBES": 4}, {"computed": 0, "skipped": 20}),
             ],
-            ": 75.0% of prefills cut, 70.0% of rows skipped.",
+            4,
+            ": 75.0% of prefills cut, 70.0% of rows skipped, 1 failed.",
         ),
         (
             [({"unseen": 1, "lora": 3}, {"computed": 9, "skipped": 0}), ({"unseen": 1}, {})],
+            4,
             ", but none of 5 prefills was cut: most are lora (docs/slower.md).",
         ),
     ],
-    ids=["nothing served", "two schedulers", "nothing cut"],
+    ids=["nothing served", "probes", "a failure beside probes", "two schedulers", "nothing cut"],
 )
 def test_how_much_is_cut(
-    counted: list[tuple[dict[str, int], dict[str, int]]], said: str, capsys: Captured
+    counted: list[tuple[dict[str, int], dict[str, int]]],
+    exits: int,
+    said: str,
+    capsys: Captured,
 ) -> None:
+    probes = make_label(eligibility.NOTHING_TO_SKIP)
     states = []
-    for forwards, rows in counted:
+    for outcomes, rows in counted:
+        forwards = {outcome.replace("PROBES", probes): n for outcome, n in outcomes.items()}
         states.append({ENTRY: {"active": True, "forwards": forwards, "rows": rows}})
     with http(200, {"internal_states": states}) as url:
         code, out, err = report(capsys, url)
-    assert (code, err) == (0, [])
+    assert (code, err) == (exits, [])
     assert out[-1] == f"The fast path is active{said}"
+
+
+def test_an_audit_that_differs(capsys: Captured) -> None:
+    entry = {"active": True, "forwards": {"active_eager": 1}, "audits": {"agrees": 2, "differs": 1}}
+    with http(200, {"internal_states": [{ENTRY: {**entry, "rows": {"skipped": 3}}}]}) as url:
+        code, out, _ = report(capsys, url)
+    assert code == 4
+    assert out[-1].endswith("100.0% of rows skipped, 1 audits differed.")
+
+
+def test_several_servers(capsys: Captured) -> None:
+    """The worst one determines the exit status; each has its lines, or its JSON document."""
+    uncut = {"active": True, "forwards": {"lora": 1}, "rows": {"computed": 9}}
+    off = {"active": False, "reason": "LoRA"}
+    with (
+        http(200, ACTIVE) as active,
+        http(200, {"internal_states": [{ENTRY: uncut}]}) as faulty,
+        http(200, {"internal_states": [{ENTRY: off}]}) as inactive,
+    ):
+        down = active + "1"
+        for worst, urls in (
+            (0, [active, active]),
+            (4, [faulty, active]),
+            (1, [active, inactive, faulty]),
+            (3, [down, inactive]),
+        ):
+            code, out, _ = report(capsys, *urls)
+            assert code == worst
+            assert [line for line in out if line.startswith("==")] == [f"== {url}" for url in urls]
+            code, out, err = report(capsys, "--json", *urls)
+            assert (code, err) == (worst, [])
+            documents = [json.loads(line) for line in out]
+            assert [document["url"] for document in documents] == urls
+            assert worst in [document["exit_status"] for document in documents]
+    assert (documents[0]["active"], documents[0]["schedulers"]) == (None, [])
+    assert documents[0]["reason"].startswith(f"{down}: no answer")
 
 
 def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> None:
     """It has no entry; the other possible reasons for that are listed."""
     code, out, err = report(capsys, off_server.url)
-    assert (code, err) == (2, [])
+    assert (code, err) == (1, [])
     assert out[-1] == f"The server does not say whether the fast path is active: {NO_ENTRY}"
     assert "SGLANG_GEMMA4_YOCO=0" in out[-1]
     code, [line], _ = report(capsys, "--json", off_server.url)
     document = json.loads(line)
-    assert (code, document["active"], document["reason"]) == (2, None, NO_ENTRY)
+    assert (code, document["active"], document["reason"]) == (1, None, NO_ENTRY)
     assert document["schedulers"] == [None]
 
 
@@ -146,7 +197,7 @@ ACTIVE = {"internal_states": [{ENTRY: {"active": True}}]}
 
 def refusal(capsys: Captured, *arguments: str) -> str:
     code, out, err = report(capsys, *arguments)
-    assert (code, out) == (2, [])
+    assert (code, out) == (3, [])
     [line] = err
     return line
 
