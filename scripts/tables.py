@@ -378,14 +378,14 @@ def list_others() -> Rows:
     for case in sorted(measured, key=itemgetter("ratio")):
         if case["source"]:
             found[case["source"]].append(case)
-    for source, cases in found.items():
+    for cases in found.values():
         ends = []
         for case in cases[0], cases[-1]:
             name, _, load = case["name"].partition(", ")
             ends.append(f"{case['measured']}: {case['model']}, {case['what']}, {load}")
         if len(cases) == 1:
             ends[1] = ""
-        yield f"[{name}]({source}), {case['gpu']}", len(cases), *ends
+        yield f"{name}, {case['gpu']}", len(cases), *ends
 
 
 #: GPUs: the architecture, and the attention backend that SGLang 0.5.23 chooses for Gemma 4.

@@ -35,10 +35,10 @@ def test_everything_names_the_same_newest_release() -> None:
     assert f"newTag: v{NEWEST}}}" in model.read_text()
     readme = (environment.REPO / "README.md").read_text()
     for words in (
-        f"Requires SGLang {OLDEST} or {NEWEST}.",
-        f"SGLang {NEWEST}, Gemma 4:",
-        f"`.venv` (SGLang {NEWEST})",
-        f"[prefill CUDA graphs](docs/prefill_graphs.md) need {compat.release.FIRST_WITH_EXITS}",
+        f"requires SGLang {OLDEST} or {NEWEST}.",
+        f"SGLang {NEWEST} with Gemma 4:",
+        f"`.venv`, with SGLang {NEWEST}",
+        f"[Prefill CUDA graphs](docs/prefill_graphs.md) need {compat.release.FIRST_WITH_EXITS}",
     ):
         assert words in readme
     operating = (environment.REPO / "docs" / "operating.md").read_text()
