@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from harness.validators import find
+from harness.validators import run
 from scripts.environment import REPO, find_uv
 
 
@@ -34,14 +34,6 @@ def with_wheel(directory: Path) -> Path:
     options = ("--python", sys.executable, "--out-dir", manifests / "wheel", context)
     subprocess.run([*build, *options], check=True)
     return manifests
-
-
-def run(*command: str | Path) -> str:
-    """Run a validator, which must succeed without a warning, and return what it printed."""
-    done = subprocess.run([find(str(command[0])), *command[1:]], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not done.stderr, done.stderr
-    return done.stdout
 
 
 def render(kustomization: Path) -> list[Any]:

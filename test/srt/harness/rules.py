@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from harness import validators
+from harness.validators import run
 from scripts.environment import REPO
 
 MONITORING = REPO / "docs" / "monitoring"
-
-
-def run_promtool(*arguments: str | Path) -> None:
-    """Assert that promtool succeeds."""
-    command = [validators.find("promtool"), *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def evaluate(
@@ -35,4 +27,4 @@ def evaluate(
     test = {"interval": "1m", "input_series": inputs, "promql_expr_test": checks}
     file = directory / "test.yml"
     file.write_text(json.dumps({"rule_files": [str(MONITORING / rules)], "tests": [test]}))
-    run_promtool("test", "rules", file)
+    run("promtool", "test", "rules", file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,3 +22,11 @@ def find(program: str) -> Path:
         remedy = "without apt-get put it on the PATH"
         pytest.fail(f"{program} is not installed: run scripts/run_tests.py once; {remedy}")
     return Path(found)
+
+
+def run(*command: str | Path) -> str:
+    """Run a validator, which must succeed without a warning, and return what it printed."""
+    done = subprocess.run([find(str(command[0])), *command[1:]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr, done.stderr
+    return done.stdout

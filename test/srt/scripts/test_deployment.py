@@ -18,7 +18,8 @@ import jsonschema
 import pytest
 import yaml
 
-from harness.manifests import pod, render, run, workload
+from harness.manifests import pod, render, workload
+from harness.validators import run
 from scripts.environment import REPO
 from sglang_gemma4_yoco import settings
 

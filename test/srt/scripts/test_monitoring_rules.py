@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from harness import rules
-from harness.rules import MONITORING, evaluate, run_promtool
+from harness.rules import MONITORING, evaluate
+from harness.validators import run
 
 CANARIES = yaml.safe_load(Path(rules.__file__).with_name("canaries.yaml").read_text())["canaries"]
 EXAMPLE = yaml.safe_load((MONITORING / "canary_test.yml").read_text())["tests"][0]
@@ -33,11 +34,11 @@ def change(changes: Mapping[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("file", ["alerts.yml", "canary.yml"])
 def test_rules_are_valid(file: str) -> None:
-    run_promtool("check", "rules", "--lint=all", "--lint-fatal", MONITORING / file)
+    run("promtool", "check", "rules", "--lint=all", "--lint-fatal", MONITORING / file)
 
 
 def test_the_example_of_a_canary() -> None:
-    run_promtool("test", "rules", MONITORING / "canary_test.yml")
+    run("promtool", "test", "rules", MONITORING / "canary_test.yml")
 
 
 @pytest.mark.parametrize("name", CANARIES)
@@ -144,4 +145,4 @@ def test_expressions_of_the_dashboard(tmp_path: Path) -> None:
     ]
     file = tmp_path / "dashboard.yml"
     file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
-    run_promtool("check", "rules", file)
+    run("promtool", "check", "rules", file)
