@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -104,7 +105,10 @@ def test_the_tables_are_up_to_date() -> None:
 
 
 def test_the_least_gain_of_others_comes_first() -> None:
-    """README counts each published measurement, and none is below its first row."""
+    """README counts each published measurement, and none is below its first row.
+
+    Its first screen gives their range and median.
+    """
     published = tomllib.loads((REPO / "benchmark" / "others.toml").read_text())["measured"]
     gains = [one.get("ratio") or one["off"] / one["on"] for one in published]
     [table] = re.findall(r"measured by others: begin -->(.*?)<!--", README, re.DOTALL)
@@ -113,6 +117,11 @@ def test_the_least_gain_of_others_comes_first() -> None:
     shown = [float(least) for _, least in rows]
     assert shown == sorted(shown)
     assert shown[0] == pytest.approx(min(gains), abs=0.006)
+    least, largest, middle = min(gains), max(gains), statistics.median(gains)
+    assert (
+        f"The {len(gains)} [published measurements](#measurements) of the same idea range from "
+        f"{least:.2f}x to {largest:.2f}x, with a median of {middle:.2f}x."
+    ) in README
 
 
 def test_noted_figures_are_those_of_their_pages() -> None:
