@@ -52,7 +52,7 @@ class Settings:
         None,
         _FROM_1,
         "the minimum number of rows that a batch must skip in the KV-shared layers to run on the "
-        "fast path; unset: a rule from measurements on a CPU and a performance model of a GPU",
+        "fast path; unset: the rule in docs/operating.md",
     )
     graph_rows: int | None = _setting(
         None,
@@ -83,7 +83,7 @@ class Settings:
     untested: bool = _setting(
         False,
         _FLAG,
-        "1 to run on a release of SGLang after the last tested one if its self-check passes; "
+        "1 to run on an SGLang release newer than the last tested one if its self-check passes; "
         "0 to run as stock there",
     )
     trust: tuple[str, ...] = _setting(

@@ -1,8 +1,8 @@
 """Predict whether fast prefill would be active on a server with these flags.
 
 It starts no server, opens no port and uses no GPU memory. SGLang is imported in this process, loads
-its plugins and resolves the flags as it would in a server. Exit status: 0: it would be active; 1:
-it would not; 2: unknown here.
+its plugins and resolves the flags as it would in a server. The exit status is 0 if fast prefill
+would be active, 1 if it would not, and 2 if this machine cannot tell.
 """
 
 import argparse
@@ -22,8 +22,8 @@ RESTRICTION = "SGLANG_PLUGINS"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
-    parser.add_argument("--model-path", metavar="MODEL", help="directory, or name on Hugging Face")
-    parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
+    parser.add_argument("--model-path", metavar="MODEL", help="a directory or a Hugging Face name")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("flags", nargs="*", metavar="SERVER_FLAG", help="SGLang's flags, after --")
 
 

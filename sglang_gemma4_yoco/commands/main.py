@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # misspelt command.
     learn_secrets(["--model", *words])
     parser = Parser(
-        prog="sglang-gemma4-yoco", description="Commands for YOCO fast prefill of Gemma 4 in SGLang"
+        prog="sglang-gemma4-yoco", description="Check YOCO fast prefill of Gemma 4 in SGLang"
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True)

@@ -1,8 +1,9 @@
 """Report whether fast prefill is active on all schedulers of one or more servers.
 
-With --json each server is one line. Exit status: 0: active; 1: not active, or no plugin entry; 2:
-wrong arguments; 3: no usable answer; 4: active, but prefills failed, audits differed, or no prefill
-was cut. Of several servers the worst counts, in the order 3, 1, 4, 0.
+With --json it prints one line per server. The exit status is 0 if fast prefill is active; 1 if it
+is not, or the server does not report it; 2 if the arguments are wrong; 3 if the server gives no
+usable answer; 4 if it is active, but prefills failed, audits differed, or no prefill was cut. With
+several servers the worst one determines it, in the order 3, 1, 4, 0.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         nargs="+",
         type=add_scheme,
-        help="each server's own, for example http://localhost:30000",
+        help="address of a server, for example http://localhost:30000",
     )
     add(
         "--api-key",
@@ -57,10 +58,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--cacert",
         metavar="FILE",
         default=os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE"),
-        help="certificates to trust, in PEM (default: REQUESTS_CA_BUNDLE, SSL_CERT_FILE)",
+        help="trusted certificates in PEM format (default: REQUESTS_CA_BUNDLE, SSL_CERT_FILE)",
     )
     add("--insecure", action="store_true", help="trust any certificate")
-    add("--json", action="store_true", help="one line of JSON for each server")
+    add("--json", action="store_true", help="print one line of JSON per server")
 
 
 def add_scheme(url: str) -> str:

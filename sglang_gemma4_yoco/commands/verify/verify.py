@@ -1,24 +1,23 @@
 """Compare the answers and the times of a model with and without fast prefill.
 
-Serves one model twice with the unchanged ``python -m sglang.launch_server``: stock
-(SGLANG_GEMMA4_YOCO=0) and fast (SGLANG_GEMMA4_YOCO=1). Both get the same prompts at temperature 0,
-first one at a time (each answer is printed as it arrives), then eight, five and three at once. The
-time to first token is measured with new prompts. Stock gets the one-at-a-time prompts a second
-time, in identical batches: differences between these two runs of stock are not caused by the fast
-path. It also gets each prompt twice in a row, so that all but its last token is in the prefix
-cache. Flags after -- go to both servers. If they need an API key, put it into the variable
-SGLANG_API_KEY.
+The command serves one model twice with the unchanged ``python -m sglang.launch_server``: stock
+(SGLANG_GEMMA4_YOCO=0) and fast (SGLANG_GEMMA4_YOCO=1). Both servers get the same prompts at
+temperature 0, first one at a time (each answer is printed as it arrives), then eight, five and
+three at once. New prompts measure the time to first token. Stock gets the one-at-a-time prompts a
+second time, in identical batches, because the fast path cannot cause a difference between two runs
+of stock. Stock also gets each prompt twice in a row, so that all but its last token is in the
+prefix cache. Flags after -- go to both servers. If they need an API key, set SGLANG_API_KEY.
 
-In float32 on a CPU all tokens must be equal, and all log-probabilities within 1e-3. Elsewhere, and
-if two runs of stock in identical batches differ by more than that, each prompt is judged by stock's
-own answers to it. With the mean difference of log-probabilities as the distance, fast's answer may
-be A + 0.125 from the nearest of these, if A is the largest distance between two of them. Of the
-answers that were sent with others the median counts. Stock gets a prompt beyond that eight more
-times, in other batches, before it is a problem. The rule applies first to the parts of answers that
-prefills computed, then to whole answers.
+In float32 on a CPU, all tokens must be equal and all log-probabilities within 1e-3. Elsewhere, and
+if two runs of stock in identical batches differ by more than that, stock's own answers to a prompt
+set the bound. The distance between two answers is the mean difference of their log-probabilities.
+The fast answer must be within A + 0.125 of the nearest stock answer, where A is the largest
+distance between two stock answers. Of the fast answers in batches of several, the median distance
+counts. If a prompt exceeds the bound, stock answers it eight more times, in other batches, before
+the prompt is reported. The rule applies first to what prefills computed, then to whole answers.
 
-A kind of prompt was tried if a prefill of it was cut that ended a prompt, and for a shared prefix,
-if it was in the prefix cache. What was not tried is named with its reason.
+A kind of prompt counts as tried if the plugin cut a prefill that ended such a prompt. A shared
+prefix must also have been in the prefix cache. The report gives the reason for what was not tried.
 
 The last line of stdout is one JSON document, which is in verify.json too; verify.html shows it.
 Exit status: 0 if fast prefill was active, everything was tried, and the answers agree; 1 if it was
@@ -85,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verify``."""
     add = parser.add_argument
     number: Document = {"type": parse_positive, "metavar": "N"}  # of a number's option
-    add("--model-path", required=True, metavar="M", help="a directory, or a name on Hugging Face")
+    add("--model-path", required=True, metavar="M", help="a directory or a Hugging Face name")
     add("--label", metavar="TEXT", help="the model's name in reports (default: its path)")
     add(
         "--prompts",
@@ -106,14 +105,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--in-turn",
         action="store_true",
-        help="on a CPU too, one server after the other, which needs half the memory",
+        help="run one server after the other on a CPU too, which needs half the memory",
     )
     add(
         "--output",
         type=Path,
         metavar="DIR",
         default=time.strftime("gemma4-yoco-verify-%Y%m%d-%H%M%S"),
-        help="for logs and reports (default: a new one here)",
+        help="folder for logs and reports (default: a new one here)",
     )
     add("flags", nargs="*", metavar="FLAG", help="SGLang's flags for both servers, after --")
 
