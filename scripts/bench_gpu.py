@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure what fast prefill gains and costs on this GPU, and where the time goes.
 
-Measures Gemma 4 E2B or E4B at its real dimensions with random weights, so it needs neither a
-network nor a checkpoint; in bf16, with Triton attention and the unchanged SGLang. Each part answers
+It measures Gemma 4 E2B or E4B in bf16, with Triton attention and the unchanged SGLang. Weights are
+random, at the real dimensions, so it needs neither a network nor a checkpoint. Each part answers
 one question and can run alone, in any order. "off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they
 alternate, and a part reports nothing unless the fast path was active in "on" and inactive in "off".
 ``run_tests.py --gpu`` tests the answers.
@@ -17,8 +17,8 @@ The parts, the most valuable first, and within a part the most valuable lengths 
     prefill   single prefills of 16 to 32768 tokens against the ceiling, and the host's work in them
     profile   host and device time of a prefill, and its kernels; needs CUPTI on a GPU
 
-``--minutes`` is a budget for all parts. A part that is not expected to fit into the rest is
-skipped; one that has not ended by then is ended, and keeps what it has written. With several models
+``--minutes`` is a budget for all parts. The script skips a part that is not expected to fit into
+the rest, and ends one that runs out of time, which keeps what it has written. With several models,
 each part measures all of them before the next part.
 
 Output contract: each part prints what its script prints, and writes ``benchmark/results/

@@ -25,14 +25,14 @@ and, as the last line of stdout, for programs, one JSON document with at least::
      "answers_equal": bool | null, "max_logprob_diff": float | null, "ttft_off_s": float | null,
      "ttft_on_s": float | null, "ratio": float | null, "repeats": int}
 
-``active`` is the servers' own report: true if the fast path ran in one of them only. If it is false
-nothing was measured. Values that were not measured are null.
+``active`` is what the servers report: true if the fast path ran in one of them only. If it is
+false, nothing was measured. Values that were not measured are null.
 
 Exit status: 0 if it was active and the answers agree; 1 if not; 2 if the demo could not run (one
 message on stderr, no JSON); 3 if the answers agree, but something was not tried, which is named.
 Answers agree if all tokens are equal and all log-probabilities within 1e-3. That is the rule for
 float32, the type on a CPU; on a GPU, in bfloat16, other kernels round differently, so the bound is
-how far stock's answers to the same prompt are apart (``sglang-gemma4-yoco verify --help`` has the
+how far stock's answers to the same prompt are apart (``sglang-gemma4-yoco verify --help`` gives the
 rule). All other options are verify's, such as ``--prompt-tokens``, ``--repeats`` and
 ``--in-turn``. For the small random model, fewer questions and shorter timed prompts are the
 defaults.

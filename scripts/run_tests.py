@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run the tests.
 
-Needs Python 3.11 or later and 12 GB of disk, nothing else. It makes the virtual environment that
+It needs only Python 3.11 or later and 12 GB of disk. It makes the virtual environment that
 ``scripts/demo.py`` uses too, and runs the tests in two processes, without a GPU. ``--gpu`` uses the
 current environment if SGLang is installed there. Arguments after ``--`` go to pytest; if they name
 files, these run one after another, in one process::

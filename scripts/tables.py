@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Write the tables of the documents, from files of benchmark/, the package and the tests.
 
-``TABLES`` has all tables. Each is a part of a page, between two marker lines. The page has the
-header; the script writes the rows, and below them the commit, date and command of each result file.
-Sentences are not written.
+``TABLES`` lists all tables. Each is a part of a page, between two marker lines. The page contains
+the header. The script writes the rows, and below them the commit, date and command of each result
+file. It writes no sentences.
 
-Checks the pages, or writes them with ``--write``; the exit status is 1 if one is out of date. Needs
-an environment with SGLang.
+Without ``--write`` the script only checks the pages, and exits with 1 if one is out of date. It
+needs an environment with SGLang.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure latency under load, or capacity: time to first token and between tokens over HTTP.
 
-Serves one model in several ways at once, and sends all of them the same requests, in turns, with
+It serves one model in several ways at once, and sends all of them the same requests, in turns, with
 SGLang's own ``sglang.benchmark.serving``. The model is a small random one on the CPU platform, in
 float32; with ``--device cuda`` it has dummy weights, in bfloat16, whose answers are special tokens,
 so these are counted. Flags after ``--`` go to all servers. The ways:
@@ -35,7 +35,7 @@ and its rate is above the limit.
 Output contract: a line for each run on stdout; the last line is one JSON document, which ``--json``
 writes after each rate. Exit status: 0 if everything was measured, and each server's prefills were
 those of its way, else 2. A run without TTFT or ITL is an error, and no result is written.
-docs/operating.md has the two commands for your own server.
+docs/operating.md shows the commands for your own server.
 """
 
 from __future__ import annotations

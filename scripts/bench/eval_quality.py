@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure a real model's accuracy on GSM8K, with fast prefill off and on.
 
-Sends GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring) at temperature 0 to two
+It sends GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring) at temperature 0 to two
 SGLang servers of one checkpoint, off and on, and to the stock server again. It prints the accuracy
 of each run, the share of identical answers between off and on and between the two runs of off, and
 the answers that differ. In bf16 on a GPU other kernels run for the last rows, so a few answers

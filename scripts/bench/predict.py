@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Predict the prefill speedup on a GPU, and compare the model with measurements.
 
-The model is ``prefill_model.py``, and ``benchmark/model.toml`` has the range of each of its values.
+The model is ``prefill_model.py``. ``benchmark/model.toml`` contains the ranges of its values.
 Some are fitted to ``benchmark/results/gpu_*.json`` and to ``benchmark/others.toml``. Each
 measurement is predicted by a fit that leaves out its whole run.
 
-Prints each measurement and its prediction, and writes ``benchmark/predicted.json``, from which
+It prints each measurement and its prediction, and writes ``benchmark/predicted.json``, from which
 ``tables.py`` and ``plot_prefill.py`` make tables and pictures. A range is from the 5th to the 95th
 percentile, with every value drawn from its own range; all are widened until each measurement is
 within its range.

@@ -4,8 +4,8 @@ On a GPU a forward takes as long as its host or its device needs, whichever is l
 overlap, as on a CPU, their sum. The host needs some time for each operation that PyTorch
 dispatches. The device needs for each layer's matrix products
 the larger of operations / achieved peak and bytes / bandwidth, plus the time of attention and of
-elementwise kernels. ``benchmark/model.toml`` has the data sheets, the counts of operations, and
-the ranges of the assumed values.
+elementwise kernels. ``benchmark/model.toml`` contains the data sheets, the counts of operations,
+and the ranges of the assumed values.
 
 Arguments of several functions:
     case: a measurement or a prediction: the model, its prompts, and how they are served.

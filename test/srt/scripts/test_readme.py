@@ -119,8 +119,8 @@ def test_the_least_gain_of_others_comes_first() -> None:
     assert shown[0] == pytest.approx(min(gains), abs=0.006)
     least, largest, middle = min(gains), max(gains), statistics.median(gains)
     assert (
-        f"The {len(gains)} [published measurements](#measurements) of the same idea range from "
-        f"{least:.2f}x to {largest:.2f}x, with a median of {middle:.2f}x."
+        f"Others have published {len(gains)} measurements of the same idea, which [range from "
+        f"{least:.2f}x to {largest:.2f}x](#measurements), with a median of {middle:.2f}x."
     ) in README
 
 
