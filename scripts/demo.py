@@ -16,8 +16,8 @@ one after the other.
 
 Output, for people::
 
-    each answer as soon as it arrives; the result of the comparison, and a table of times; the path
-    of the HTML report
+    each answer as soon as it arrives; the report: the result of the comparison and a table of
+    times, in Markdown
 
 and, as the last line of stdout, for programs, one JSON document with at least::
 

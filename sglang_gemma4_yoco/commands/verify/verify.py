@@ -19,7 +19,8 @@ the prompt is reported. The rule applies first to what prefills computed, then t
 A kind of prompt counts as tried if the plugin cut a prefill that ended such a prompt. A shared
 prefix must also have been in the prefix cache. The report gives the reason for what was not tried.
 
-The last line of stdout is one JSON document, which is in verify.json too; verify.html shows it.
+The report is printed in Markdown, ready to be pasted into an issue; it is in verify.md too. The
+last line of stdout is one JSON document, which is in verify.json too.
 Exit status: 0 if fast prefill was active, everything was tried, and the answers agree; 1 if it was
 not active, or answers differ; 2 if nothing could be verified, with the reason on stderr; 3 if the
 answers agree, but something was not tried.
@@ -39,10 +40,10 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
-from sglang_gemma4_yoco import __version__, counters
+from sglang_gemma4_yoco import COMMIT, __version__, counters
 from sglang_gemma4_yoco.commands.console import CommandError, Document, check_directory, say
 from sglang_gemma4_yoco.commands.redact import redact, show_flags
-from sglang_gemma4_yoco.commands.verify import page, servers
+from sglang_gemma4_yoco.commands.verify import report, servers
 from sglang_gemma4_yoco.commands.verify import prompts as kinds
 from sglang_gemma4_yoco.commands.verify.comparison import (
     Answer,
@@ -416,6 +417,7 @@ def begin_document(args: argparse.Namespace) -> Document:
         "device": args.device,
         "sglang": version("sglang"),
         "package": __version__,
+        "commit": COMMIT,
         "server_args": show_flags(args.flags),
         "prompt_tokens": max(args.prompt_tokens),
         "active": False,
@@ -433,8 +435,8 @@ def run(args: argparse.Namespace) -> int:
     document = begin_document(args)
     args.output.mkdir(mode=0o700, parents=True, exist_ok=True)
     as_json = args.output / "verify.json"
-    as_page = args.output / "verify.html"
-    for earlier in (as_json, as_page):
+    as_report = args.output / "verify.md"
+    for earlier in (as_json, as_report):
         earlier.unlink(missing_ok=True)
     say(f"Logs and reports: {args.output}")
     try:
@@ -448,8 +450,9 @@ def run(args: argparse.Namespace) -> int:
     shown = redact(document)
     as_json.write_text(json.dumps(shown, indent=1) + "\n")
     if document["active"]:
-        say(page.format_report(shown))
-        as_page.write_text(page.render_page(shown), "utf-8")
+        text = report.format_report(shown)
+        as_report.write_text(f"{text}\n", "utf-8")
+        say(text)
     say(shown)
     if not document["agrees"]:
         return 1

@@ -68,7 +68,7 @@ def outcome(
         for fast in (False, True):
             del found.answers[fast, way][others:]
     document: dict[str, Any] = dict.fromkeys(
-        ("sglang", "package", "server_args", "repeats", "date"), "some"
+        ("sglang", "package", "commit", "server_args", "repeats", "date"), "some"
     )
     document |= {"model": "a <model>", "device": "cpu", "dtype": "bfloat16"}
     if exact:

@@ -104,8 +104,7 @@ def test_nothing_of_verify_has_a_secret(
         document = json.loads((folder / "here" / "verify.json").read_text())
         assert document == json.loads(out.splitlines()[-1])
         assert document["server_args"].startswith("--dtype float32")
-        page = (folder / "here" / "verify.html").read_text()
-        assert "<dt>Server flags</dt><dd>--dtype float32" in page
+        assert "flags: `--dtype float32" in (folder / "here" / "verify.md").read_text()
 
 
 # ---------------------------------------------------------------- the command line itself

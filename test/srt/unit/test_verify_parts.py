@@ -1,8 +1,7 @@
-"""Parts of ``verify``, without a server: prompts, distances, the rule, tables and the page."""
+"""Parts of ``verify``, without a server: prompts, distances, the rule, and the report."""
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import re
@@ -13,7 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
-from xml.etree import ElementTree
 
 import pytest
 
@@ -22,7 +20,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
 from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.commands import https, main
 from sglang_gemma4_yoco.commands.console import CommandError
-from sglang_gemma4_yoco.commands.verify import page, prompts, servers, verify
+from sglang_gemma4_yoco.commands.verify import prompts, report, servers, verify
 from sglang_gemma4_yoco.commands.verify.comparison import (
     Answer,
     Comparison,
@@ -347,10 +345,10 @@ def test_what_was_not_tried(how: dict[str, Any], kind: str, reason: str) -> None
     document = outcome(0.0, **how)
     assert document["agrees"] is True
     assert document["left_out"][kind] == reason
-    for report in (page.format_report(document), html.unescape(page.render_page(document))):
-        assert f"Not tried: {kind}: {reason}" in report
-        assert re.search(rf"the answers agree\. Not tried: .*{kind}", report)
-        assert "not tried" in report
+    text = report.format_report(document)
+    assert f"- Not tried: {kind}: {reason}" in text
+    assert re.search(rf"the answers agree\. Not tried: .*{kind}", text)
+    assert "| not tried" in text
 
 
 def test_a_time_from_the_prefix_cache_is_refused() -> None:
@@ -379,51 +377,44 @@ def test_a_difference_is_named_with_its_kind(
         named.append(problem.partition(":")[0])
     assert named == [prompts.QUESTIONS, prompts.PREFIX, prompts.TIMED] * (not agrees)
     blamed = "Stock differs from itself in identical batches, which is not fast prefill's doing."
-    for report in (page.format_report(document), html.unescape(page.render_page(document))):
-        assert (blamed in report) is (again > 0)
-        assert ("the answers do NOT agree" in report) is not agrees
+    text = report.format_report(document)
+    assert (blamed in text) is (again > 0)
+    assert ("the answers do NOT agree" in text) is not agrees
 
 
-# ---------------------------------------------------------------- the page
+REPORT = """\
+### YOCO fast prefill: a <model>
+
+**Fast prefill was active, and the answers do NOT agree. Not tried: longer than a chunk.** In \
+float32 on a CPU tokens must be equal, and log-probabilities within 1e-3.
+
+- SGLang some, sglang-gemma4-yoco some, commit some, some
+- cpu, float32, server flags: `some`
+- Problem: questions: 4 of 4 answers have the same tokens, and log-probabilities differ by up to 0.01
+- Problem: a shared prefix: 4 of 4 answers have the same tokens, and log-probabilities differ by up \
+to 0.01
+- Problem: first tokens of timed prompts: 6 of 6 answers have the same tokens, and \
+log-probabilities differ by up to 0.01
+- Not tried: longer than a chunk: a <reason>
+- Two runs of stock in identical batches agree.
+
+"""
 
 
-def parse_page(**how: Any) -> tuple[ElementTree.Element, str]:
-    """Return the page as parsed by an XML parser, which requires closed tags, and its text."""
-    root = ElementTree.fromstring(page.render_page(outcome(**how)))
-    [style] = root.iter("style")
-    style.text = ""
-    return root, " ".join("".join(root.itertext()).split())
-
-
-def test_the_first_screen_has_title_verdict_figures_and_what_was_run() -> None:
-    root, text = parse_page(shift=0.01)
-    assert [title.text for title in root.iter("title")] == ["YOCO fast prefill: a <model>"]
-    order = ["YOCO fast prefill: a <model>", "do NOT agree", "2.00x", "14 of 14", "0.01"]
-    order += ["Model", "Device", "Server flags", "Date", "Problem: questions: "]
-    order += ["Not tried: longer than a chunk: a <reason>", "Two runs of stock"]
-    order += ["Time to first token of 100 tokens: stock / fast = 2.00", "fast: 0.100 s"]
-    order += ["0.400 (0.400\u20110.400)", "stock in other batches", "4/4, 0.01 (0.01)"]
-    places = [text.index(words) for words in order]
-    assert places == sorted(places)
-
-
-def test_the_page_needs_no_network_and_no_script() -> None:
-    """Colours are for a light and a dark page."""
-    rendered = page.render_page(outcome(0.01))
-    assert rendered.startswith("<!DOCTYPE html>")
-    assert not re.search(r"<(script|link|img|iframe|object)\b|\b(src|href|data)=", rendered)
-    assert not re.search(r"@import|url\(|https?:", rendered)
-    assert "@media (prefers-color-scheme: dark)" in rendered
-
-
-def test_the_bars_of_each_length_have_one_scale() -> None:
-    root, _ = parse_page(shift=0.0, lengths=(7, 30_000))
-    widths = [div.attrib["style"] for div in root.iter("div") if "style" in div.attrib]
-    assert widths == ["width: 100.0%", "width: 100.0%", "width: 50.0%"] * 2
-
-
-def test_the_page_of_what_is_not_finite() -> None:
-    assert "not finite" in parse_page(shift=math.nan)[1]
+def test_the_report_can_be_pasted() -> None:
+    """What was run comes before the figures; each table is one of Markdown."""
+    text = report.format_report(outcome(0.01))
+    head, *tables = re.split(r"^(?=Time to|Stock against)", text, flags=re.MULTILINE)
+    assert head == REPORT
+    times, compared = ([line for line in table.splitlines() if "|" in line] for table in tables)
+    assert [len(times), len(compared)] == [4, 6]
+    for lines in (times, compared):
+        assert len({len(line) for line in lines}) == 1
+        assert len({line.count("|") for line in lines}) == 1
+        assert not lines[1].strip("|-")
+    cells = [cell.strip() for cell in times[2].split("|")]
+    assert cells[1:4] == ["100", "2.00", "0.200 (0.200-0.200)"]
+    assert "not finite" in report.format_report(outcome(math.nan))
 
 
 def test_times() -> None:

@@ -1,11 +1,8 @@
-"""The report of ``verify`` for people: tables for a terminal, and a page in HTML."""
-
-from pathlib import Path
+"""The report of ``verify`` for people, in Markdown: for a terminal, and to be pasted into an issue."""
 
 from sglang_gemma4_yoco.commands.console import Document
 from sglang_gemma4_yoco.commands.verify.comparison import Times
 
-_TEMPLATE = Path(__file__).with_name("page.html")
 #: Key in ``times`` -> name of the server.
 SERVERS = {"off": "stock", "again": "stock again", "on": "fast"}
 #: Key in ``agreement`` -> what stock is compared with.
@@ -45,8 +42,9 @@ def _make_tables(document: Document) -> dict[str, Rows]:
     for kind in document["left_out"]:
         if kind not in document["agreement"]:
             kinds.append([kind, "", "", NOT_TRIED, "", ""])
+    timed = f"Time to first token of {document['repeats']} prompts of each length"
     return {
-        "Time to first token, seconds: median (20th to 80th percentile)": times,
+        f"{timed}, seconds: median (20th to 80th percentile)": times,
         "Stock against others: same tokens, mean difference of log-probabilities (largest)": kinds,
     }
 
@@ -76,31 +74,26 @@ def _make_verdict(document: Document) -> str:
 
 
 def format_report(document: Document) -> str:
-    """Return the tables and the verdict, for a terminal."""
-    lines = []
+    """Return the verdict, what was run, the notes and the tables."""
+    lines = [
+        f"### YOCO fast prefill: {document['model']}",
+        "",
+        f"**{_make_verdict(document)}** {RULES[document['exact']]}",
+        "",
+        f"- SGLang {document['sglang']}, sglang-gemma4-yoco {document['package']}, commit "
+        f"{document['commit']}, {document['date']}",
+        f"- {document['device']}, {document['dtype']}, server flags: "
+        f"`{document['server_args'] or 'none'}`",
+    ]
+    for note in _make_notes(document):
+        lines.append(f"- {note}")
     for title, rows in _make_tables(document).items():
-        lines += [title, *_align(rows), ""]
-    lines += [*_make_notes(document), f"{_make_verdict(document)} {RULES[document['exact']]}"]
+        lines += ["", title, "", *_align(rows)]
     return "\n".join(lines)
 
 
 def _align(rows: Rows) -> list[str]:
+    """Return the lines of a Markdown table with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows]
-
-
-def render_page(document: Document) -> str:
-    """Return the page: one HTML file that needs no network."""
-    from jinja2 import StrictUndefined, Template  # comes with PyTorch
-
-    template: Template = Template(
-        _TEMPLATE.read_text("utf-8"), autoescape=True, undefined=StrictUndefined
-    )
-    return template.render(
-        document=document,
-        verdict=_make_verdict(document),
-        rule=RULES[document["exact"]],
-        notes=_make_notes(document),
-        tables=_make_tables(document),
-        servers=SERVERS,
-    )
+    header, *others = (f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
+    return [header, f"|{'|'.join('-' * (width + 2) for width in widths)}|", *others]
