@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.captured.graphs import Replay
@@ -44,48 +45,24 @@ def make_auditor(runner: ModelRunner, state: ModelState) -> Auditor | None:
             logging.WARNING,
         )
         return None
-    return Auditor(state, Turns(settings.current.audit))
-
-
-class Turns:
-    """Chooses the forwards that are audited: one of N, and each outcome in its turn.
-
-    One audit is due for every N forwards. The first due one is reserved for the outcome that was
-    audited least recently, the second for the next one, and so on. So an outcome that stops
-    occurring holds back only one audit, and a rare outcome is audited as soon as it occurs.
-
-    With k outcomes so far, a forward is audited if it comes kN or more forwards after the last
-    audit of its outcome (or after the first forward of that outcome). The choice depends only on N
-    and the outcomes so far, which are the same on all ranks.
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._forwards = self._audits = 0
-        #: The outcomes so far, ordered by their last audits; new ones at the end.
-        self._order: list[str] = []
-
-    def take(self, outcome: str) -> bool:
-        """Count a forward with this outcome, and return True if it is to be audited."""
-        self._forwards += 1
-        if outcome not in self._order:
-            self._order.append(outcome)
-        kept_for_others = self._order.index(outcome)
-        due = self._forwards // self._every - self._audits
-        if self._every > 1 and due <= kept_for_others:
-            return False
-        self._audits += 1
-        self._order.remove(outcome)
-        self._order.append(outcome)
-        return True
+    return Auditor(state, settings.current.audit)
 
 
 @dataclass(eq=False)
 class Auditor:
-    """Audits the forwards of one model; called after each forward that was cut."""
+    """Audits one of N forwards of one model; called after each forward that was cut.
+
+    N forwards are counted for each outcome by itself, and the first of them is audited: with N = 3
+    and the outcomes A B A A A B, the first A, the first B and the fourth A. So a rare outcome is
+    audited too. The outcomes are the same on all ranks, and so are the audits.
+
+    Attributes:
+        every: N.
+    """
 
     state: ModelState
-    turns: Turns
+    every: int
+    _forwards: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, forward: Forward, plan: Plan, output: ModelOutput) -> ModelOutput:
         """Audit the forward in its turn, and return the output for the model.
@@ -95,9 +72,12 @@ class Auditor:
         Raises:
             Exception: the audit failed, and other ranks wait for this one.
         """
+        earlier = self._forwards[plan.outcome]
+        self._forwards[plan.outcome] += 1
+        if earlier % self.every:
+            return output
         try:
-            if self.turns.take(plan.outcome):
-                return self._audit(forward, plan, output)
+            return self._audit(forward, plan, output)
         except Exception as failure:
             if not compat.server.is_single_rank():
                 raise

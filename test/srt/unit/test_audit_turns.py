@@ -1,36 +1,30 @@
-"""Selection of audited forwards: one of N, and each outcome in its turn."""
+"""Selection of audited forwards: one of N of each outcome."""
 
 from __future__ import annotations
 
-from hypothesis import example, given
-from hypothesis import strategies as st
+from typing import Any
 
-from sglang_gemma4_yoco.checking.audit import Turns
+import pytest
 
-OUTCOMES = "ABCDE"
-
-
-@st.composite
-def traffic(draw: st.DrawFn) -> str:
-    """Return outcomes in one order, repeated, and then others."""
-    found = ""
-    for _ in range(draw(st.integers(0, 4))):
-        order = draw(st.text(OUTCOMES, min_size=1, max_size=9))
-        found += order * draw(st.integers(1, 20))
-    return found
+from sglang_gemma4_yoco.checking.audit import Auditor
 
 
-@example("BAAAAACDB", 2)
-@given(traffic(), st.integers(1, 12))
-def test_each_outcome_has_its_turn(outcomes: str, every: int) -> None:
-    """Rare outcomes have their turn among any others; no more than one of N forwards is audited."""
-    turns, last, audits = Turns(every), dict[str, int](), 0
-    for number, outcome in enumerate(outcomes):
-        since = number - last.setdefault(outcome, number)
-        if turns.take(outcome):
-            last[outcome] = number
-            audits += 1
-        else:
-            assert every > 1
-            assert since < len(last) * every
-        assert 0 <= (number + 1) // every - audits < len(last)
+@pytest.mark.parametrize(
+    ("every", "outcomes", "expected"),
+    [
+        (1, "ABA", "ABA"),
+        (3, "ABAAAB", "AB..A."),
+        (2, "AAAAAAAAAB", "A.A.A.A.AB"),
+    ],
+)
+def test_one_of_n_of_each_outcome(
+    monkeypatch: pytest.MonkeyPatch, every: int, outcomes: str, expected: str
+) -> None:
+    """A rare outcome is audited the first time, however many others come before it."""
+    planned: Any = type("Plan", (), {})
+    nothing: Any = None
+    monkeypatch.setattr(Auditor, "_audit", lambda _, __, plan, ___: plan.outcome)
+    auditor, found = Auditor(nothing, every), ""
+    for planned.outcome in outcomes:
+        found += auditor(nothing, planned, ".")  # type: ignore[arg-type, operator]
+    assert found == expected
