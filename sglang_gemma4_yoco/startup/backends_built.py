@@ -4,16 +4,15 @@ from functools import partial
 
 import torch
 
-from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.admission import arguments, order
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.compat import ModelRunner, TextModel
 from sglang_gemma4_yoco.core import planning
 from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.models import registry
+from sglang_gemma4_yoco.startup.guard import guarded
 
-#: The kernel of the K/V norm is compiled once for few rows and once for many.
-_FEW = 2
+#: SGLang norms K and V of many rows by another kernel. The self-check runs the one for few.
 _MANY = 257
 
 
@@ -30,24 +29,22 @@ def start_model(runner: ModelRunner, model: TextModel) -> None:
         state.turn_off(refusal)
         return
     arguments.note_untested_release()
-    _compile_kernels(runner, state)
+    # If this fails, the first long prompt compiles them.
+    with guarded("YOCO fast prefill: compiling kernels at start failed"):
+        _compile_kernels(runner, state)
 
 
 @torch.no_grad()
 def _compile_kernels(runner: ModelRunner, state: ModelState) -> None:
     """Compile the kernels for K and V without queries, which stock never runs.
 
-    Otherwise the first request would wait for the compiler. Never raises: that request can retry.
+    Otherwise the first long prompt would wait for the compiler.
     """
-    try:
-        for number in _FEW, _MANY:
-            rows = torch.zeros(
-                number,
-                *state.adapter.get_row_shape(state.model),
-                dtype=runner.dtype,
-                device=runner.device,
-            )
-            positions = torch.zeros(number, dtype=torch.int64, device=runner.device)
-            state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)
-    except Exception as failure:  # noqa: BLE001 - any failure falls back to stock later
-        log.log_failure("YOCO fast prefill: compiling kernels at start failed", failure)
+    rows = torch.zeros(
+        _MANY,
+        *state.adapter.get_row_shape(state.model),
+        dtype=runner.dtype,
+        device=runner.device,
+    )
+    positions = torch.zeros(_MANY, dtype=torch.int64, device=runner.device)
+    state.adapter.compute_keys_and_values(state.tail_layers[0], rows, positions)

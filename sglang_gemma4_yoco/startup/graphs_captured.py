@@ -2,8 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import tail_graphs
 from sglang_gemma4_yoco.compat import ModelRunner, TextModel, server
@@ -33,27 +31,13 @@ def set_up(runner: ModelRunner, model: TextModel) -> None:
     exit_setup.add_closed_exits(runner, state)
     if state.off_because:
         return
-    with restore_generators(runner.device):
-        # At a recapture the server is already serving. SGLang's scheduler captures between two
-        # batches and may have launched the last one on another stream. Synchronize before anything
-        # is freed, zeroed or used.
-        server.wait_for_device(runner.device)
-        lifecycle.capture_tail(runner, state, tail_graphs.check_graphs)
-        if not state.serves:
-            checked.check_before_serving(runner, state)
+    # At a recapture the server is already serving. SGLang's scheduler captures between two batches
+    # and may have launched the last one on another stream. Synchronize before anything is freed,
+    # zeroed or used.
+    server.wait_for_device(runner.device)
+    lifecycle.capture_tail(runner, state, tail_graphs.check_graphs)
+    if not state.serves:
+        checked.check_before_serving(runner, state)
     state.serves = True
     if not state.off_because:
         kept_batch.pin_memory(runner.device)
-
-
-def restore_generators(device: str) -> AbstractContextManager[None]:
-    """Restore the state of PyTorch's random generators after the block.
-
-    Otherwise a check of layers that draw random numbers, as stochastic rounding does, would change
-    what a server with ``--random-seed`` samples.
-    """
-    kind = torch.device(device).type
-    on_device = []
-    if kind != "cpu":
-        on_device.append(torch.get_device_module(kind).current_device())
-    return torch.random.fork_rng(on_device, device_type=kind)

@@ -20,7 +20,6 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.models import gemma4
-from sglang_gemma4_yoco.startup import backends_built
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -46,14 +45,12 @@ def test_a_cut_prefill_enters_few_functions_of_the_package(engine: Engine) -> No
 
 
 def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
-    """They are compiled for few rows and for many: SGLang uses another kernel from 257 rows on."""
+    """SGLang uses another kernel from 257 rows on."""
     with mock.patch.object(
         gemma4, "compute_keys_and_values", wraps=gemma4.compute_keys_and_values
     ) as projected:
         engine.runner.init_attention_backends()
-    few, many = backends_built._FEW, backends_built._MANY
-    assert 1 < few <= 256 < many
-    assert [len(call.args[1]) for call in projected.call_args_list] == [few, many]
+    assert [len(call.args[1]) for call in projected.call_args_list] == [257]
     assert_fast(engine)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 
 from harness.stand_ins import eligible_batch, tail_of
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.kept_batch import KeptBatch, KeptRows, pin_memory, rewrite_batch
+from sglang_gemma4_yoco.core.kept_batch import KeptRows, rewrite_batch
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8
@@ -100,30 +98,6 @@ def test_restored_after_an_exception() -> None:
     assert vars(forward_batch).keys() == before.keys()
     for name, value in before.items():
         assert vars(forward_batch)[name] is value
-
-
-def pinned_on(device: str) -> Counter[int]:
-    """Count the blocks that are pinned at start, by their sizes in bytes."""
-    blocks = Counter[int]()
-
-    def empty(numbers: int, *, dtype: torch.dtype, pin_memory: bool) -> None:
-        assert pin_memory
-        blocks[numbers * dtype.itemsize] += 1
-
-    with mock.patch.object(torch, "empty", empty):
-        pin_memory(device)
-    return blocks
-
-
-def test_blocks_are_pinned_for_every_batch() -> None:
-    """PyTorch rounds a batch's need up to a power of two."""
-    one_row = [KeptRows.suffixes([7] * n, [0] * n) for n in (1, 2, 4, 5, 17, 300, 4096)]
-    longest = KeptRows.suffixes([131_072], [0], [0])
-    blocks, device = pinned_on("cuda"), eligible_batch()
-    for kept in (*one_row, longest):
-        needed = KeptBatch.of(device, kept, decodes=True).index.untyped_storage().nbytes()
-        assert blocks[1 << (needed - 1).bit_length()] == 4
-    assert pinned_on("cpu") == {}
 
 
 UNFINISHED = {"contains_last_prefill_chunk": False}
