@@ -60,10 +60,9 @@ def describe_state() -> dict[str, Any]:
     """Return this process's entry in /server_info.
 
     ``commit``: the commit from which the wheel was built; ``settings``: those of this process;
-    ``reason``: why it is not active; ``fast_prefill``: the active implementation, if any; ``cut``,
-    ``tail``: where it is cut, and how the tail runs; ``exits``: whether captured prefills may be
-    cut; ``check``, ``exits_check``: results of the checks at start; ``rows``: by whether the last
-    layer computed them; ``audits``: their results.
+    ``reason``: why it is not active; ``cut``, ``tail``: where it is cut, and how the tail runs;
+    ``exits``: whether captured prefills may be cut; ``check``, ``exits_check``: results of the
+    checks at start; ``rows``: by whether the last layer computed them; ``audits``: their results.
     """
     state = get_attached_state()
     reason = _find_inactive_reason(state)
@@ -77,7 +76,7 @@ def describe_state() -> dict[str, Any]:
         "settings": {**asdict(settings.current), "trust": [*settings.current.trust]},
         "active": reason is None,
         "reason": reason,
-        **dict.fromkeys(("fast_prefill", "cut", "tail", "exits", "check", "exits_check")),
+        **dict.fromkeys(("cut", "tail", "exits", "check", "exits_check")),
         "forwards": forwards,
         "rows": served.rows,
         "audits": {
@@ -90,10 +89,7 @@ def describe_state() -> dict[str, Any]:
         report = state.report
         entry |= {"check": report.check, "exits_check": report.exits_check}
         if not reason:
-            entry |= {"fast_prefill": "this package", "cut": state.describe()}
-            entry |= {"tail": report.tail_mode, "exits": report.exits}
-        elif state.off_because is arguments.SGLANG_SERVES:
-            entry["fast_prefill"] = "SGLang"
+            entry |= {"cut": state.describe(), "tail": report.tail_mode, "exits": report.exits}
     return {name: replace_infinite(value) for name, value in entry.items()}
 
 

@@ -43,7 +43,7 @@ CANARY = ServerRefusal(
 #: By reason, arguments and (in capitals) environment variables that refuse a server if set.
 REFUSING_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "LoRA": ("enable_lora",),
-    "pipeline parallelism (--pp-size) is not supported": ("pp_size",),
+    "pipeline parallelism is not supported": ("pp_size",),
     "data-parallel attention": (
         "enable_dp_attention",
         "enable_dp_lm_head",
@@ -88,6 +88,10 @@ REFUSING_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     ),
     "pools of K and V that share and move their memory": ("enable_unified_memory",),
     "K and V that are stored page by page": ("enable_page_major_kv_layout",),
+    # With it K and V may not exist yet when the tail is captured and checked.
+    "K and V that may get their memory after CUDA graphs are captured": (
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+    ),
     "a cache that may load K and V while layers run": (
         "enable_lmcache",
         "enable_flexkv",
@@ -234,5 +238,5 @@ def _check_table() -> ServerRefusal | None:
             if isinstance(value, int | float):
                 value = value > int(name in _HARMLESS_AT_1)
             if value:
-                return ServerRefusal(reason)
+                return ServerRefusal(f"{reason} ({_name_flag(name)})")
     return None

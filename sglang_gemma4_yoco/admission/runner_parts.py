@@ -32,13 +32,6 @@ def find_backend_reason(
     return None
 
 
-# A variable of SGLang 0.5.23: the pools do not exist yet when the tail is captured and checked.
-ALLOCATED_LATER = ServerRefusal(
-    "K and V get their memory after CUDA graphs are captured: unset "
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
-)
-
-
 def find_pool_reason(pool: KVCache, dtype: torch.dtype) -> ServerRefusal | None:
     """Return why the tail cannot read K and V of this server, or None.
 
@@ -57,8 +50,6 @@ def find_pool_reason(pool: KVCache, dtype: torch.dtype) -> ServerRefusal | None:
             return ServerRefusal(
                 f"K and V are in a {type(part).__name__}, whose layout is not known"
             )
-        if compat.pools.is_allocated_later(part):
-            return ALLOCATED_LATER
         method = compat.pools.find_quantisation(part)
         if method is not None:
             return ServerRefusal(f"K and V are quantised ({method})")

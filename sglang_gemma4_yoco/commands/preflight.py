@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_gemma4_yoco import compat, metrics, settings
-from sglang_gemma4_yoco.admission import arguments, runner_parts, third_party
+from sglang_gemma4_yoco.admission import arguments, third_party
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.commands.console import CommandError, Report, check_directory
 from sglang_gemma4_yoco.commands.redact import show_flags
@@ -107,8 +107,6 @@ def _server(
             args.check_server_args()
             runtime_context.publish(args, role="scheduler", ranks=ranks)
         _prefill_graphs(report, adapter)
-        if compat.server.read_variable(compat.resolution.LATE_POOLS):
-            _late_pools(report, args)
     _judge(report, adapter, argument)
     if patch.installed and argument("model_impl") != "transformers":
         _judge_classes(report, config.hf_config.architectures)
@@ -142,22 +140,12 @@ def _prefill_graphs(report: Report, adapter: Adapter) -> None:
     )
 
 
-def _late_pools(report: Report, args: server_args.ServerArgs) -> None:
-    """Refuse a variable of SGLang if it has an effect; on a CPU it has none."""
-    if compat.resolution.allocates_later(args):
-        report.refuse(runner_parts.ALLOCATED_LATER)
-    elif not torch.accelerator.is_available():
-        report.unknowns.append(f"on a GPU, maybe: {runner_parts.ALLOCATED_LATER}")
-
-
 def _judge(report: Report, adapter: Adapter, argument: Callable[..., object]) -> None:
     """Check the flags with a server's own code; the rest is known only when a server starts.
 
     Args:
         argument: returns a resolved server argument by its name.
     """
-    if compat.server.has_fast_prefill() and not argument(compat.server.FAST_PREFILL):
-        report.add("fast prefill", "by this package: SGLang's own is off")
     if argument("model_impl") == "transformers":
         report.refuse(metrics.NO_MODEL)
     if argument("is_embedding"):

@@ -33,11 +33,6 @@ def waits_for_loads(pool: KVCache) -> bool:
     return any(getattr(part, "layer_transfer_counter", None) is not None for part in pools)
 
 
-def is_allocated_later(pool: KVCache) -> bool:
-    """Return True if K and V are allocated after graphs are captured; never in 0.5.22."""
-    return bool(getattr(pool, "post_capture_active", False))
-
-
 def find_quantisation(pool: KVCache) -> str | None:
     """Return the method that quantises K and V of this pool, or None; 0.5.22 names none."""
     method = getattr(pool, "quant_method", None)

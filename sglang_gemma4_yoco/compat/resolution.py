@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sglang.srt.arg_groups import overrides
 from sglang.srt.arg_groups.overrides import declare_resolution, resolution_result
 from sglang.srt.arg_groups.overrides import model_config_of as model_config_of
 from sglang.srt.arg_groups.resolution_hooks import (
@@ -20,16 +19,6 @@ from sglang_gemma4_yoco.patched import patched
 # The source of this package's declarations, which SGLang keeps with the arguments, also in the
 # processes that it starts.
 _SOURCE = "sglang_gemma4_yoco"
-
-
-#: SGLang's variable with which K and V may be allocated after graphs are captured.
-LATE_POOLS = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
-
-
-def allocates_later(args: ServerArgs) -> bool:
-    """Return True if SGLang allocates K and V after it has captured graphs; never in 0.5.22."""
-    is_planned = getattr(overrides, "post_capture_kv_sizing_planned", None)
-    return is_planned is not None and bool(is_planned(args))
 
 
 def reading(args: ServerArgs) -> AbstractContextManager[None]:

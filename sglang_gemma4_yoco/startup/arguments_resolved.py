@@ -10,7 +10,7 @@ import logging
 import os
 
 from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.admission import arguments, runner_parts
+from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup.guard import guarded
@@ -24,8 +24,6 @@ NOT_CHOSEN = "the flags, or SGLang's rules for them, choose the backend"
 # SGLang's variables with which prefills must not be captured, and why.
 _VARIABLES = {
     compat.server.POSITIONS_VARIABLE: arguments.WRONG_REPLAYS,
-    # SGLang allocates K and V later only if prefills are captured. Then no prefill would be cut.
-    compat.resolution.LATE_POOLS: runner_parts.ALLOCATED_LATER,
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "SGLang's memory saver rejects captured prefills",
 }
 # The tokens of the largest prefill that is captured, for the hidden size of E2B and for wider

@@ -1,4 +1,4 @@
-"""The report of ``verify`` for people, in Markdown: for a terminal, and to be pasted into an issue."""
+"""The report of ``verify`` for people, in Markdown, ready to be pasted into an issue."""
 
 from sglang_gemma4_yoco.commands.console import Document
 from sglang_gemma4_yoco.commands.verify.comparison import Times

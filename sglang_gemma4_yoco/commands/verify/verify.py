@@ -43,8 +43,8 @@ from pathlib import Path
 from sglang_gemma4_yoco import COMMIT, __version__, counters
 from sglang_gemma4_yoco.commands.console import CommandError, Document, check_directory, say
 from sglang_gemma4_yoco.commands.redact import redact, show_flags
-from sglang_gemma4_yoco.commands.verify import report, servers
 from sglang_gemma4_yoco.commands.verify import prompts as kinds
+from sglang_gemma4_yoco.commands.verify import report, servers
 from sglang_gemma4_yoco.commands.verify.comparison import (
     Answer,
     Comparison,

@@ -51,7 +51,7 @@ def test_a_refused_server_logs_why_and_plans_nothing(
     engine: Engine, restarted: Change, said: Said
 ) -> None:
     restarted(enable_deterministic_inference=True)
-    reason = "deterministic inference"
+    reason = "deterministic inference (--enable-deterministic-inference)"
     assert said() == [f"YOCO fast prefill falls back to stock for this server: {reason}"]
     assert state_of(engine).backends is None
     assert_stock(engine, reason)

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 import sglang_gemma4_yoco
 from harness.documented import constants_of, text_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.admission import runner_parts
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
@@ -69,8 +67,6 @@ ANSWERS = {
     "after a cached prefix (docs/upstream/gemma3n_window.md)": UNKNOWN,
     "no attention backend could be built for the tail": BUILT,
     "K and V are in a ..., whose layout is not known": BUILT,
-    "K and V get their memory after CUDA graphs are captured: unset "
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": FLAGS,
     "K and V are quantised (...)": UNKNOWN,
     "K and V are not stored slot by slot, but in ... dimensions": BUILT,
     "a KV cache of ... with weights of ...": UNKNOWN,
@@ -156,21 +152,3 @@ def test_an_eager_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert eager_tail(ask_doctor(none)) == [lifecycle.NO_GRAPHS]
     role = {"disaggregation_mode": "prefill"}
     assert eager_tail(ask_doctor(none, **role)) == [lifecycle.NO_GRAPHS_BY_ROLE]
-
-
-@pytest.mark.parametrize(
-    ("is_planned", "has_gpu", "refused", "unknown"),
-    [(True, True, 1, 0), (False, True, 0, 0), (False, False, 0, 1)],
-)
-def test_pools_that_are_allocated_later(
-    monkeypatch: pytest.MonkeyPatch, is_planned: bool, has_gpu: bool, refused: int, unknown: int
-) -> None:
-    """SGLang knows, of the machine where it runs."""
-    monkeypatch.setattr(compat.resolution, "allocates_later", lambda _: is_planned)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
-    report = Report()
-    args = None
-    preflight._late_pools(report, args)
-    assert (len(report.refusals), len(report.unknowns)) == (refused, unknown)
-    for said in report.refusals + report.unknowns:
-        assert said.endswith(runner_parts.ALLOCATED_LATER.text)

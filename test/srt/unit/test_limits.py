@@ -90,6 +90,16 @@ BESIDE_OTHERS: list[tuple[dict[str, Any], object]] = [
     (DRAFTS | LAST, HIDDEN_STATES_OF_DRAFTS),
     ({"kv_canary": "log"}, arguments.CANARY),
     ({"kv_canary": "raise"}, arguments.CANARY),
+    # The flag is named, and the variable.
+    (
+        {"enable_lmcache": True},
+        "a cache that may load K and V while layers run (--enable-lmcache)",
+    ),
+    (
+        {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": True},
+        "K and V that may get their memory after CUDA graphs are captured "
+        "(SGLANG_ENABLE_POST_CAPTURE_KV_SIZING)",
+    ),
     # These refuse nothing.
     ({}, None),
     (LAST | {"enable_return_hidden_states": True}, None),
@@ -106,7 +116,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], object]]:
     """Yield arguments of a server, and the reason for which it is refused."""
     for reason, names in arguments.REFUSING_ARGUMENTS.items():
         for name in names:
-            yield {name: VALUES.get(name, True)}, reason
+            yield {name: VALUES.get(name, True)}, f"{reason} ({arguments._name_flag(name)})"
     yield from BESIDE_OTHERS
 
 
@@ -136,10 +146,19 @@ RANKS = {"tp_size": 2}
 # As an operator types them; SGLang resolves and publishes them.
 TYPED = [
     (RANKS, None),
-    (RANKS | {"dp_size": 2, "enable_dp_attention": True}, "data-parallel attention"),
-    (RANKS | {"nnodes": 2, "dist_init_addr": "127.0.0.1:5000"}, "ranks on several machines"),
-    ({"lora_paths": ["name=path"]}, "LoRA"),
-    ({"enable_deterministic_inference": True}, "deterministic inference"),
+    (
+        RANKS | {"dp_size": 2, "enable_dp_attention": True},
+        "data-parallel attention (--attn-dp-size)",
+    ),
+    (
+        RANKS | {"nnodes": 2, "dist_init_addr": "127.0.0.1:5000"},
+        "ranks on several machines (--nnodes)",
+    ),
+    ({"lora_paths": ["name=path"]}, "LoRA (--enable-lora)"),
+    (
+        {"enable_deterministic_inference": True},
+        "deterministic inference (--enable-deterministic-inference)",
+    ),
     ({"offload_group_size": 0}, None),
 ]
 
@@ -207,7 +226,7 @@ def test_what_a_newer_release_is_given_is_judged(newer: Callable[[str], None]) -
     """The tables judge it; arguments new in that release are not judged."""
     newer("enable_surprises")
     with served_with({"enable_lora": True}):
-        assert arguments.find_server_reason() == ServerRefusal("LoRA")
+        assert arguments.find_server_reason() == ServerRefusal("LoRA (--enable-lora)")
 
 
 def test_existing_and_missing_names() -> None:
@@ -300,7 +319,6 @@ POOLS = [
     (pool_of(k_buffer=BY_PAGES), NOT_BY_SLOTS),
     (pool_of(v_buffer=BY_PAGES), NOT_BY_SLOTS),
     (pool_of(quant_method=SimpleNamespace(name="nvfp4")), "K and V are quantised (nvfp4)"),
-    (pool_of(post_capture_active=True), runner_parts.ALLOCATED_LATER),
     (
         pool_of(PoolOfAnotherKind),
         "K and V are in a PoolOfAnotherKind, whose layout is not known",

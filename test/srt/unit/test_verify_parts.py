@@ -390,9 +390,10 @@ float32 on a CPU tokens must be equal, and log-probabilities within 1e-3.
 
 - SGLang some, sglang-gemma4-yoco some, commit some, some
 - cpu, float32, server flags: `some`
-- Problem: questions: 4 of 4 answers have the same tokens, and log-probabilities differ by up to 0.01
-- Problem: a shared prefix: 4 of 4 answers have the same tokens, and log-probabilities differ by up \
-to 0.01
+- Problem: questions: 4 of 4 answers have the same tokens, and log-probabilities differ by up to \
+0.01
+- Problem: a shared prefix: 4 of 4 answers have the same tokens, and log-probabilities differ by \
+up to 0.01
 - Problem: first tokens of timed prompts: 6 of 6 answers have the same tokens, and \
 log-probabilities differ by up to 0.01
 - Not tried: longer than a chunk: a <reason>
