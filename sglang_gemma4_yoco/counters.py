@@ -1,6 +1,5 @@
 """Counters of prefill forwards by outcome, of their rows, and of audits."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,10 +89,9 @@ class Counters:
         """Count an eligible prefill that other code ran; warn once there are many."""
         self._count_forward(UNSEEN, rows)
         if self.is_unused():
-            log.log_once(
+            log.log_warning(
                 f"YOCO fast prefill is set up, but no prefill was cut: {_MANY_UNSEEN} eligible "
-                "ones were run by SGLang's CUDA graphs or another plugin",
-                logging.WARNING,
+                "ones were run by SGLang's CUDA graphs or another plugin"
             )
 
     def is_unused(self) -> bool:

@@ -1,7 +1,6 @@
 """Log lines, each logged once in a process."""
 
 import logging
-import re
 import traceback
 from collections.abc import Hashable
 
@@ -9,8 +8,6 @@ from collections.abc import Hashable
 logger = logging.getLogger("sglang.srt.plugins.gemma4_yoco")
 
 _logged: set[Hashable] = set()
-# Seconds and errors, which vary between calls; counts and sizes are integers.
-_MEASURED = re.compile(r"\d+\.\d+(e[-+]\d+)?")
 
 
 def is_first(key: Hashable) -> bool:
@@ -21,9 +18,14 @@ def is_first(key: Hashable) -> bool:
 
 
 def log_once(line: str, level: int = logging.INFO) -> None:
-    """Log ``line`` once per process; lines that differ only in measured numbers are equal."""
-    if is_first(_MEASURED.sub("", line)):
+    """Log ``line`` once per process."""
+    if is_first(line):
         logger.log(level, "%s", line)
+
+
+def log_warning(line: str) -> None:
+    """Log ``line`` as a warning, once per process."""
+    log_once(line, logging.WARNING)
 
 
 def log_error(line: str) -> None:

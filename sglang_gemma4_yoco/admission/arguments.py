@@ -174,10 +174,9 @@ def find_release_reason() -> ServerRefusal | None:
 def note_untested_release() -> None:
     """Warn if prefills are cut on a release after the last tested one."""
     if release.is_newer_than_tested():
-        log.log_once(
+        log.log_warning(
             f"YOCO fast prefill: SGLang {release.INSTALLED} was not tested, and "
-            f"{settings.name_of('untested')}=1: {RUNS_UNTESTED}",
-            logging.WARNING,
+            f"{settings.name_of('untested')}=1: {RUNS_UNTESTED}"
         )
 
 

@@ -1,6 +1,5 @@
 """The captured tail's lifecycle: capture at start and for new weights, drop after a failure."""
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -113,10 +112,8 @@ def capture_tail(runner: ModelRunner, state: ModelState, check_graphs: _Check) -
 
 def _capture_and_check(runner: ModelRunner, state: ModelState, check_graphs: _Check) -> str | None:
     """Capture the tail, and return the reason why it is not used, or None."""
-    began = time.monotonic()
     state.captured = captured = graphs.TailGraphs(runner, state)
     captured.capture()
-    seconds = time.monotonic() - began
     reason = check_graphs(captured, runner)
     # All ranks replay the same graphs: otherwise they would add up different rows.
     reason = ranks.find_difference(f"replayed: {captured.sizes}, {reason}") or reason
@@ -125,6 +122,6 @@ def _capture_and_check(runner: ModelRunner, state: ModelState, check_graphs: _Ch
     state.report.tail_mode = f"captured for up to {captured.sizes[-1]} rows"
     log.log_once(
         f"YOCO fast prefill: the tail is captured from layer {state.cut_layer} on for "
-        f"{', '.join(map(str, captured.sizes))} rows in {seconds:.1f} s"
+        f"{', '.join(map(str, captured.sizes))} rows"
     )
     return None

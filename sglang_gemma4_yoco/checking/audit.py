@@ -39,10 +39,9 @@ def make_auditor(runner: ModelRunner, state: ModelState) -> Auditor | None:
     if settings.current.audit == 0:
         return None
     if compat.attention.frees_tables_early(runner.attn_backend):
-        log.log_once(
+        log.log_warning(
             f"YOCO fast prefill is not audited: {TABLES}; "
-            f"{compat.server.BARRIER_VARIABLE}=1 prevents that",
-            logging.WARNING,
+            f"{compat.server.BARRIER_VARIABLE}=1 prevents that"
         )
         return None
     return Auditor(state, settings.current.audit)

@@ -100,15 +100,13 @@ class CheckResult:
 NOT_WANTED = CheckResult(unchecked=f"{settings.name_of('self_check')}=0")
 
 
-def check_if_wanted(runner: ModelRunner, state: ModelState) -> CheckResult:
-    """Return the result of ``check_model``, or ``NOT_WANTED`` if the setting disables it."""
-    if settings.current.self_check:
-        return check_model(runner, state)
-    return NOT_WANTED
-
-
 def check_model(runner: ModelRunner, state: ModelState) -> CheckResult:
-    """Run all comparisons on an idle ``ModelRunner``; slots that are written are restored."""
+    """Run all comparisons on an idle ``ModelRunner``; slots that are written are restored.
+
+    If the setting disables the check, nothing runs, and the result is ``NOT_WANTED``.
+    """
+    if not settings.current.self_check:
+        return NOT_WANTED
     began = time.monotonic()
     found = []
     try:

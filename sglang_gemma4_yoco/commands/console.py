@@ -12,8 +12,18 @@ Document = dict[str, Any]
 
 #: The entries that --json always has, besides the verdict; null if unknown.
 ENTRIES = (
-    *("version", "commit", "sglang", "torch", "python", "settings", "plugins"),
-    *("model", "layers", "first_shared", "quantisation", "attention"),
+    "version",
+    "commit",
+    "sglang",
+    "torch",
+    "python",
+    "settings",
+    "plugins",
+    "model",
+    "layers",
+    "first_shared",
+    "quantisation",
+    "attention",
 )
 
 # By the exit status of ``doctor``: its verdict, in JSON and as text.

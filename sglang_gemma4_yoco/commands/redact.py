@@ -19,11 +19,25 @@ from sglang_gemma4_yoco.commands.https import API_KEY
 #: SGLang's flags whose values are shown: the model, and how it is served. Each takes one value: a
 #: number, a choice, or the model; never free text, JSON or an address.
 SHOWN = (
-    *("--model-path", "--model", "--device", "--dtype", "--quantization", "--kv-cache-dtype"),
-    *("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"),
-    *("--tensor-parallel-size", "--tp-size", "--tp", "--page-size", "--context-length"),
-    *("--chunked-prefill-size", "--max-running-requests", "--mem-fraction-static"),
-    *("--speculative-algorithm", "--cuda-graph-backend-prefill"),
+    "--model-path",
+    "--model",
+    "--device",
+    "--dtype",
+    "--quantization",
+    "--kv-cache-dtype",
+    "--attention-backend",
+    "--prefill-attention-backend",
+    "--decode-attention-backend",
+    "--tensor-parallel-size",
+    "--tp-size",
+    "--tp",
+    "--page-size",
+    "--context-length",
+    "--chunked-prefill-size",
+    "--max-running-requests",
+    "--mem-fraction-static",
+    "--speculative-algorithm",
+    "--cuda-graph-backend-prefill",
 )
 
 _NAME = re.compile("--[a-z][a-z0-9_-]*")

@@ -83,36 +83,35 @@ def run(args: argparse.Namespace) -> int:
 
 def report(url: str, args: argparse.Namespace) -> int:
     """Query one server and report; return its exit status."""
-    sglang: str | None = None
-    states: list[Document | None] = []
-    active: bool | None = None
-    described = ""
+    document: Document = {"active": None, "reason": None, "exit_status": _NO_ANSWER, "sglang": None}
+    document |= {"url": hide_user(url), "schedulers": []}
     try:
-        sglang, states = schedulers(url, args)
-        active, reason = verdict(states)
-        status, line = _VERDICTS[active]
+        line = _examine(document, url, args)
     except CommandError as failure:
-        reason = str(failure)
-        status, line = _NO_ANSWER, ""
+        line = ""
+        document["reason"] = str(failure)
+    if args.json:
+        say(document)
+    elif line:
+        say(document["schedulers"], indent=1)  # null for a scheduler without an entry
+        say(line)
+    else:
+        say(f"error: {document['reason']}", sys.stderr)
+    status: int = document["exit_status"]
+    return status
+
+
+def _examine(document: Document, url: str, args: argparse.Namespace) -> str:
+    """Query one server, put what it says into the document, and return it as a sentence."""
+    sglang, states = schedulers(url, args)
+    active, reason = verdict(states)
+    status, line = _VERDICTS[active]
+    described = reason
     if active:
         status, described = _judge_counts(list(filter(None, states)))
-    if args.json:
-        say(
-            {
-                "active": active,
-                "reason": reason,
-                "exit_status": status,
-                "sglang": sglang,
-                "url": hide_user(url),
-                "schedulers": states,
-            }
-        )
-    elif status == _NO_ANSWER:
-        say(f"error: {reason}", sys.stderr)
-    else:
-        say(states, indent=1)  # null for a scheduler without an entry
-        say(line.format(reason or described))
-    return status
+    document |= {"active": active, "reason": reason, "exit_status": status}
+    document |= {"sglang": sglang, "schedulers": states}
+    return line.format(described)
 
 
 def verdict(states: Sequence[Document | None]) -> tuple[bool | None, str | None]:

@@ -41,11 +41,6 @@ def has_name(name: str) -> bool:
     return hasattr(ServerArgs, name)
 
 
-def has_fast_prefill() -> bool:
-    """Return True if this SGLang has its own fast prefill, on or off."""
-    return has_name(FAST_PREFILL)
-
-
 def read_variable(name: str) -> Any | None:
     """Return the value of an SGLang environment variable; None if this SGLang lacks it."""
     if not hasattr(envs, name):

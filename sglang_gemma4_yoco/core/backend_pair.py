@@ -7,7 +7,6 @@ tables that are read for it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
@@ -105,8 +104,7 @@ def build_pair(
         failure = f"the backend registered as triton is a {type(tail_backend).__name__}"
     except Exception as raised:  # noqa: BLE001 - any failure falls back to stock
         failure = repr(raised)
-    log.log_once(
-        f"YOCO fast prefill: the tail's attention backend could not be built ({failure})",
-        logging.WARNING,
+    log.log_warning(
+        f"YOCO fast prefill: the tail's attention backend could not be built ({failure})"
     )
     return None

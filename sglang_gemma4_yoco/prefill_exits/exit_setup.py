@@ -54,12 +54,6 @@ def repair_capture(runner: ModelRunner, state: ModelState) -> AbstractContextMan
     Unnecessary once SGLang has both changes of ``compat.captured_prefills``; the exits still are.
     """
     if not _is_repaired_for(state):
-        if compat.server.get_cuda_graph_backend("prefill") and not compat.release.has_exits():
-            log.log_once(
-                "YOCO fast prefill: the capture of prefill CUDA graphs is not fixed for this "
-                "SGLang, which may not start: --cuda-graph-backend-prefill=disabled starts it",
-                logging.WARNING,
-            )
         return nullcontext()
     log.log_once(
         "YOCO fast prefill: SGLang's capture of prefill CUDA graphs is fixed for this model "

@@ -6,7 +6,6 @@ whose captured prefills are cut; SGLang's other rules stand. What only a schedul
 judged before the capture (``prefills_captured``).
 """
 
-import logging
 import os
 
 from sglang_gemma4_yoco import compat, log, settings
@@ -60,10 +59,9 @@ def resolve(args: compat.resolution.ServerArgs, previous: compat.Method) -> None
         if sizes is None:
             say_without_effect(NOT_CHOSEN)
             return
-        log.log_once(
+        log.log_warning(
             f"YOCO fast prefill: {_VARIABLE} turns SGLang's CUDA graphs on for prefills of "
-            f"{sizes}; SGLang reserves 8 MB of GPU memory for each captured size",
-            logging.WARNING,
+            f"{sizes}; SGLang reserves 8 MB of GPU memory for each captured size"
         )
 
 
@@ -114,4 +112,4 @@ def find_reason() -> object | None:
 def say_without_effect(reason: object) -> None:
     """Log why the setting turns no prefill graphs on, or not any more."""
     # Before logging is configured, only warnings are seen.
-    log.log_once(f"YOCO fast prefill: {_VARIABLE} has no effect: {reason}", logging.WARNING)
+    log.log_warning(f"YOCO fast prefill: {_VARIABLE} has no effect: {reason}")

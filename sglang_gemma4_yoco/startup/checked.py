@@ -26,7 +26,7 @@ def _check_model(runner: compat.server.ModelRunner, state: ModelState) -> CheckR
     the others wait for this rank.
     """
     try:
-        checked = self_check.check_if_wanted(runner, state)
+        checked = self_check.check_model(runner, state)
     except Exception as failure:
         if not compat.server.is_single_rank():
             raise
@@ -36,10 +36,11 @@ def _check_model(runner: compat.server.ModelRunner, state: ModelState) -> CheckR
     differ = ranks.find_difference(f"agrees with stock: {checked.agrees}")
     if state.off_because:  # a forward of the check turned it off, and logged why
         return checked
-    if not checked.worst and not checked.agrees:
-        state.turn_off_after("nothing was compared", checked.refusal)
-    elif not checked.agrees:
-        state.turn_off_after(checked, checked.refusal)
+    found: object | None = None
+    if not checked.agrees:
+        found = checked.worst or "nothing was compared"
     elif differ:
-        state.turn_off_after("another rank's result differs", checked.refusal)
+        found = "another rank's result differs"
+    if found:
+        state.turn_off_after(found, checked.refusal)
     return checked

@@ -9,8 +9,6 @@ These methods run in every server, whatever model it serves. So each calls this 
 ``guard.guarded``, which contains errors. ``core`` guards a text model's forward.
 """
 
-import logging
-
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.compat import Method, TextModel
 from sglang_gemma4_yoco.core import eligibility, forward
@@ -51,7 +49,7 @@ def _find_cuttable_models() -> list[type[TextModel]]:
     if not models:
         raise compat.release.IncompatibleError(" ".join(map(str, reasons)))
     for reason in reasons:
-        log.log_once(f"YOCO fast prefill is off for one model: {reason}", logging.WARNING)
+        log.log_warning(f"YOCO fast prefill is off for one model: {reason}")
     return models
 
 

@@ -91,7 +91,8 @@ def list_helpers() -> dict[tuple[type, str], Method]:
     Raises:
         compat.release.IncompatibleError: another patch has added them.
     """
-    if compat.server.has_fast_prefill() or compat.names.find_missing(gemma4.SGLANG):
+    has_own = compat.server.has_name(compat.server.FAST_PREFILL)
+    if has_own or compat.names.find_missing(gemma4.SGLANG):
         return {}
     model: Any = compat.names.find_object(gemma4.SGLANG.text_model)
     for helper in HELPERS:

@@ -1,7 +1,6 @@
 """Wrapped methods that only report: ``/server_info`` and ``/metrics``. SGLang may lack them."""
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +56,8 @@ def wrap_reports() -> None:
             setattr(owner, name, wrap(getattr(owner, name)))
             continue
         missing = f"{path}.{name}"
-        log.log_once(
+        log.log_warning(
             f"YOCO fast prefill: SGLang {compat.release.INSTALLED} lacks {missing}, so "
             "/server_info, which status reads, or /metrics lacks its state; prefills are cut all "
-            "the same. Install a supported SGLang, or a newer sglang-gemma4-yoco",
-            logging.WARNING,
+            "the same. Install a supported SGLang, or a newer sglang-gemma4-yoco"
         )

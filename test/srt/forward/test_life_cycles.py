@@ -8,14 +8,13 @@ objects that are alive, graphs, and entries in the package's lists. Graphs are r
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -223,17 +222,12 @@ def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
     assert all(map(torch.equal, before, theirs))
 
 
-def test_a_recapture_logs_nothing_again(
-    engine: Engine, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No line is logged again, though each recapture takes another time."""
+def test_a_recapture_logs_nothing_again(engine: Engine, said: Said) -> None:
     reset_log()
-    times = itertools.accumulate(itertools.count())
-    monkeypatch.setattr(lifecycle, "time", SimpleNamespace(monotonic=times.__next__))
     for _ in range(3):
         capture_decode_steps(engine)
     [line] = [line for line in said() if "the tail is captured" in line]
-    assert line.endswith(" rows in 1.0 s")
+    assert line.endswith(f" from layer {FIRST_CUT} on for 1 rows")
 
 
 def test_graphs_are_freed_before_others_are_captured(

@@ -326,25 +326,6 @@ def test_a_capture_of_sglangs_goes_on(
     assert_stock(engine, guard.NOT_SET_UP)
 
 
-def test_samples_are_those_of_a_server_without_the_check(
-    started: ModelState, engine: Engine
-) -> None:
-    """This holds even if a layer draws random numbers, as stochastic rounding does."""
-
-    def draw(*_: Any) -> None:
-        torch.rand(1)
-
-    torch.manual_seed(7)
-    wanted = torch.rand(8)
-    torch.manual_seed(7)
-    hook = engine.text_model.layers[0].register_forward_hook(draw)
-    with hook, counted(engine) as forwards:
-        graphs_captured.set_up(engine.runner, engine.text_model)
-    assert len(forwards) == LAST
-    assert result_of_check(started)["unchecked"] is None
-    assert torch.equal(torch.rand(8), wanted)
-
-
 def test_prefills_that_bypass_the_path(
     engine: Engine, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:

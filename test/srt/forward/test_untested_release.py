@@ -21,7 +21,6 @@ from harness.checking import result_of_check
 from harness.decode_graphs import recorded_decode_steps
 from harness.fixtures import Change, Said
 from harness.forwards import ENGINE, assert_fast, assert_stock, outcomes, state_of
-from harness.prefill_exits import RECORDED
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.admission import arguments
@@ -88,14 +87,3 @@ def test_without_the_check_it_is_stock(engine: Engine, untested: Change) -> None
     needs = "SGLANG_GEMMA4_YOCO_UNTESTED=1 needs SGLANG_GEMMA4_YOCO_SELF_CHECK=1"
     assert reason.text.endswith(needs)
     assert_stock(engine, reason, PROMPTS)
-
-
-def test_the_remedy_is_named_before_sglang_fails_to_start(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, said: Said
-) -> None:
-    """On 0.5.22 captured prefills are not repaired, and SGLang rejects them, as every release."""
-    monkeypatch.setattr(compat.release, "_RELEASE", Version("0.5.22"))
-    with pytest.raises(ValueError, match="invalid or duplicate attention layer_id"):
-        Engine(tiny_checkpoint, **ENGINE, **RECORDED)
-    [warning] = said(logging.WARNING)
-    assert warning.endswith("--cuda-graph-backend-prefill=disabled starts it")

@@ -24,8 +24,9 @@ NEW = [7, 6, 5]  # tokens of each, with pages of one
 
 
 def checked(engine: Engine) -> CheckResult:
-    """Return the result of the check of this engine's model."""
-    return check.check_model(engine.runner, state_of(engine))
+    """Return the result of the check of this engine's model, also if servers leave it out."""
+    with settings.changed(self_check=True):
+        return check.check_model(engine.runner, state_of(engine))
 
 
 def result_of_check(state: ModelState) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from sglang_gemma4_yoco.refusal import SERVER_UNSUPPORTED, Refusal
 
 PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
 # A call of one of these logs its first argument; ``Logger.log`` has the level before it.
-LOGGING = {"log_once", "log_error", "log_failure", "info", "warning", "error", "log"}
+LOGGING = {"log_once", "log_warning", "log_error", "log_failure", "info", "warning", "error", "log"}
 LOGGING |= {"guarded", "_call_after"}  # where something fails
 
 

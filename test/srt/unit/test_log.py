@@ -18,15 +18,6 @@ def test_an_error_is_logged_with_each_line(said: Said) -> None:
     assert said() == [f"{line}: MemoryError()" for line in lines]
 
 
-def test_a_line_is_the_same_whatever_it_has_measured(said: Said) -> None:
-    lines = ["captured for 1, 2 rows in 2.3 s", "1 row is off by 1.2e-03", "2 rows are off by inf"]
-    for line in lines:
-        log.log_once(line)
-    for line in ("captured for 1, 2 rows in 13.4 s", "1 row is off by 1.0e+01"):
-        log.log_once(line)
-    assert said() == lines
-
-
 def test_another_type_or_place_is_another_failure(said: Said) -> None:
     """An error is logged once for its type and the line that raises it, whatever its message."""
 
