@@ -20,6 +20,8 @@ FAILED = "failed"
 UNSEEN = "unseen"  # eligible, but run by other code
 TAIL_RAN = frozenset({TAIL_EAGER, TAIL_CAPTURED, EXIT_CAPTURED})
 CUT = TAIL_RAN | {TAIL_SKIPPED, EXIT_SKIPPED}
+#: Outcome in the model's own loop -> the outcome at an exit.
+AT_EXIT = {TAIL_CAPTURED: EXIT_CAPTURED, TAIL_SKIPPED: EXIT_SKIPPED}
 
 #: The state of a server with ``_MANY_UNSEEN`` unseen prefills and none cut.
 NOT_CUT = "set up, but no prefill was cut"

@@ -59,9 +59,6 @@ class CapturedFront(Protocol):
     def find_refusal(self, eligible: Eligible, *, on_gpu: bool) -> Refusal | None:
         """Return why it runs all layers of an eligible batch, or None if it can stop at the cut."""
 
-    def name_outcome(self, outcome: str) -> str:
-        """Return the name under which this outcome of the model's own loop is counted."""
-
 
 class Forward(Protocol):
     """A forward that can be run on either path."""

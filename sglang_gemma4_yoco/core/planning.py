@@ -59,7 +59,7 @@ def make_plan(state: ModelState, forward_batch: ForwardBatch) -> Plan | Refusal:
         runner = EagerTail.of(state, backends, kept_batch)
         outcome = counters.TAIL_EAGER
     if state.front:
-        outcome = state.front.name_outcome(outcome)
+        outcome = counters.AT_EXIT[outcome]
     return Plan(kept_batch, backends, runner, outcome)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco import compat, counters, log, settings
 from sglang_gemma4_yoco.checking import exit_check, rounding, self_check, synthetic_requests
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.self_check import CheckResult
@@ -21,7 +21,7 @@ from sglang_gemma4_yoco.core.interfaces import Forward
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState, get_state
 from sglang_gemma4_yoco.patched import patched
-from sglang_gemma4_yoco.prefill_exits.graph_exits import OUTCOMES, Exits, add_exits
+from sglang_gemma4_yoco.prefill_exits.graph_exits import Exits, add_exits
 
 #: The attribute of an SGLang prefill graph runner with its ``Exits``.
 EXITS_ENTRY = "_yoco_exits"
@@ -156,7 +156,7 @@ def check_exits(runner: ModelRunner, state: ModelState) -> CheckResult:
     synthetic_span = synthetic_requests.make_synthetic_requests(runner, state, lengths)
     with synthetic_span as synthetic, always:
         outcome = synthetic.run(leaving, finishes=state.captured is not None).outcome
-        if outcome not in OUTCOMES.values():
+        if outcome not in counters.AT_EXIT.values():
             found.append(rounding.make_defect(NOT_TAKEN))
         if synthetic.others_changed():
             found.append(rounding.make_defect(self_check.OTHERS_SLOTS))

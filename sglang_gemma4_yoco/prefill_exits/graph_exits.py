@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.captured_prefills import ExitPoint, PrefillGraph, ShapeKey
@@ -36,11 +36,6 @@ TAIL_NOT_CAPTURED = Refusal("its prefill is captured, and its tail is not")
 # An exit saves device time only. Modelled, not measured: reading a layer's weights takes as long as
 # computing up to 90 rows, and the tail's metadata as long as 45 rows of E2B.
 _FEWEST_ROWS = 128
-#: Outcome in the model's own loop -> the outcome at an exit.
-OUTCOMES = {
-    counters.TAIL_CAPTURED: counters.EXIT_CAPTURED,
-    counters.TAIL_SKIPPED: counters.EXIT_SKIPPED,
-}
 
 
 @dataclass(eq=False)
@@ -68,10 +63,6 @@ class Exits:
         if on_gpu and not has_own_rule and skipped < _FEWEST_ROWS:
             return TOO_LITTLE
         return None
-
-    def name_outcome(self, outcome: str) -> str:
-        """Return the name under which a forward that leaves at an exit is counted."""
-        return OUTCOMES[outcome]
 
 
 def add_exits(model: TextModel, config: Any, prefills: PrefillCudaGraphRunner) -> Exits:
