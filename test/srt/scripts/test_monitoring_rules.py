@@ -59,6 +59,11 @@ def test_a_missing_metric_is_no_pass(name: str, tmp_path: Path) -> None:
     evaluate(tmp_path, "canary.yml", change({f"^{name}{{": ""}), expected)
 
 
+def test_stock_alone_gets_no_lines(tmp_path: Path) -> None:
+    expected = {"gemma4_canary:verdict or gemma4_canary:check": dict[str, float]()}
+    evaluate(tmp_path, "canary.yml", change({'track="fast"': ""}), expected)
+
+
 RANK = 'tp_rank="0"'
 FORWARDS = "sglang:gemma4_yoco_forwards_total"
 
