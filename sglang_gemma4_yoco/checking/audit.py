@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.captured.graphs import Replay
@@ -51,9 +50,9 @@ def make_auditor(runner: ModelRunner, state: ModelState) -> Auditor | None:
 class Auditor:
     """Audits one of N forwards of one model; called after each forward that was cut.
 
-    N forwards are counted for each outcome by itself, and the first of them is audited: with N = 3
-    and the outcomes A B A A A B, the first A, the first B and the fourth A. So a rare outcome is
-    audited too. The outcomes are the same on all ranks, and so are the audits.
+    The forwards of each outcome are counted by themselves, and the first of every N is audited:
+    with N = 3 and the outcomes A B A A A B, the first A, the first B and the fourth A. So a rare
+    outcome is audited too. The outcomes are the same on all ranks, and so are the audits.
 
     Attributes:
         every: N.
@@ -61,7 +60,6 @@ class Auditor:
 
     state: ModelState
     every: int
-    _forwards: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, forward: Forward, plan: Plan, output: ModelOutput) -> ModelOutput:
         """Audit the forward in its turn, and return the output for the model.
@@ -71,9 +69,7 @@ class Auditor:
         Raises:
             Exception: the audit failed, and other ranks wait for this one.
         """
-        earlier = self._forwards[plan.outcome]
-        self._forwards[plan.outcome] += 1
-        if earlier % self.every:
+        if self.state.counters.forwards[plan.outcome] % self.every:  # counted after its audit
             return output
         try:
             return self._audit(forward, plan, output)

@@ -302,4 +302,4 @@ def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
     ):
         backends_built.start_model(engine.runner, engine.text_model)
     refusal = state_of(engine).off_because
-    assert refusal == ServerRefusal("ranks on several machines")
+    assert refusal == ServerRefusal("ranks on several machines (--nnodes)")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from sglang_gemma4_yoco.checking.audit import Auditor
+from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.counters import Counters
 
 
 @pytest.mark.parametrize(
@@ -21,10 +24,10 @@ def test_one_of_n_of_each_outcome(
     monkeypatch: pytest.MonkeyPatch, every: int, outcomes: str, expected: str
 ) -> None:
     """A rare outcome is audited the first time, however many others come before it."""
-    planned: Any = type("Plan", (), {})
-    nothing: Any = None
+    state, plan, found = SimpleNamespace(counters=Counters(logs=False)), SimpleNamespace(), ""
+    auditor: Any = Auditor(cast("ModelState", state), every)
     monkeypatch.setattr(Auditor, "_audit", lambda _, __, plan, ___: plan.outcome)
-    auditor, found = Auditor(nothing, every), ""
-    for planned.outcome in outcomes:
-        found += auditor(nothing, planned, ".")  # type: ignore[arg-type, operator]
+    for plan.outcome in outcomes:
+        found += auditor(None, plan, ".")
+        state.counters.count_cut(str, plan.outcome, computed=1, skipped=1)
     assert found == expected
