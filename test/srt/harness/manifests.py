@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,26 +12,29 @@ from typing import Any
 import yaml
 
 from harness.validators import run
-from scripts.environment import REPO, find_uv
+from scripts.environment import REPO
+
+IGNORED = shutil.ignore_patterns("*.whl", "__pycache__")
+
+
+def copy_sources(directory: Path) -> Path:
+    """Return a folder with the files that Docker's build gets; building writes beside them."""
+    copy = directory / "sources"
+    copy.mkdir()
+    for name in re.findall(r"^!(.+)$", (REPO / ".dockerignore").read_text(), re.MULTILINE):
+        if (REPO / name).is_dir():
+            shutil.copytree(REPO / name, copy / name, ignore=IGNORED)
+        elif (REPO / name).exists():
+            shutil.copy(REPO / name, copy)
+    return copy
 
 
 def with_wheel(directory: Path) -> Path:
-    """Return the folder of a copy of the manifests, with the wheel in it.
-
-    The wheel is built from the files that Docker's build gets.
-    """
-    manifests, context = directory / "kubernetes", directory / "context"
-    ignored = shutil.ignore_patterns("*.whl", "__pycache__")
-    shutil.copytree(REPO / "deploy" / "kubernetes", manifests, ignore=ignored)
-    context.mkdir()
-    for name in re.findall(r"^!(.+)$", (REPO / ".dockerignore").read_text(), re.MULTILINE):
-        if (REPO / name).is_dir():
-            shutil.copytree(REPO / name, context / name, ignore=ignored)
-        elif (REPO / name).exists():
-            shutil.copy(REPO / name, context)
-    build = (find_uv(Path(sys.prefix)), "build", "-q", "--wheel", "--no-build-isolation")
-    options = ("--python", sys.executable, "--out-dir", manifests / "wheel", context)
-    subprocess.run([*build, *options], check=True)
+    """Return the folder of a copy of the manifests, with the wheel in it."""
+    manifests, sources = directory / "kubernetes", copy_sources(directory)
+    shutil.copytree(REPO / "deploy" / "kubernetes", manifests, ignore=IGNORED)
+    build = ("uv", "build", "-q", "--wheel", "--no-build-isolation", "--python", sys.executable)
+    run(*build, "--out-dir", manifests / "wheel", sources)
     return manifests
 
 

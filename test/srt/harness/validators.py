@@ -1,4 +1,4 @@
-"""Programs that check files of ``deploy/`` and ``docs/monitoring/``."""
+"""Programs that build the package, or check files of ``deploy/`` and ``docs/monitoring/``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find(program: str) -> Path:
 
 
 def run(*command: str | Path) -> str:
-    """Run a validator, which must succeed without a warning, and return what it printed."""
+    """Run a program, which must succeed without a warning, and return what it printed."""
     done = subprocess.run([find(str(command[0])), *command[1:]], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr, done.stderr

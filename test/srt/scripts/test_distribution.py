@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.environment import REPO, find_uv
+from harness.manifests import copy_sources
+from harness.validators import run
+from scripts.environment import REPO
 
 VERSION = re.search(r'^version = "(.+)"$', (REPO / "pyproject.toml").read_text(), re.MULTILINE)
 NAME = "sglang_gemma4_yoco"
@@ -21,26 +22,13 @@ NAME = "sglang_gemma4_yoco"
 LOADED = """
 import logging, sys
 from importlib.metadata import entry_points, version
-logging.basicConfig(level=logging.INFO)
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 import sglang_gemma4_yoco
 assert version("sglang-gemma4-yoco") == sglang_gemma4_yoco.__version__ == sys.argv[1]
 (point,) = entry_points(group="sglang.srt.plugins")
 point.load()()
 assert not {"torch", "sglang"} & set(sys.modules)
 """
-
-
-@pytest.fixture(scope="module")
-def uv() -> Path:
-    return find_uv(Path(sys.prefix))
-
-
-def run(*command: str | Path) -> str:
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
 
 
 def commit(folder: Path) -> str:
@@ -53,15 +41,12 @@ def commit(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(uv: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return the wheel, and the source distribution from which it is built."""
-    folder, copy = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("checkout")
-    # From a copy: building writes into the checkout.
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(REPO / name, copy)
-    shutil.copytree(REPO / NAME, copy / NAME, ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path_factory.mktemp("dist")
+    copy = copy_sources(folder)
     commit(copy)
-    run(uv, "build", "--out-dir", folder, copy)
+    run("uv", "build", "-q", "--out-dir", folder, copy)
     [wheel], [source] = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, source
 
@@ -81,7 +66,7 @@ def read_commit(wheel: Path) -> str:
 
 
 def test_the_wheel_names_its_commit(
-    uv: Path, built: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is git's if there is a repository, even through a source distribution, or a variable's."""
     named = read_commit(built[0])
@@ -94,12 +79,12 @@ def test_the_wheel_names_its_commit(
     commit(copy)
     for given, expected in (("", named), ("abc", "abc")):
         monkeypatch.setenv("SGLANG_GEMMA4_YOCO_COMMIT", given)
-        run(uv, "build", "--wheel", "--out-dir", tmp_path, folder)
+        run("uv", "build", "-q", "--wheel", "--out-dir", tmp_path, folder)
         [wheel] = tmp_path.glob("*.whl")
         assert read_commit(wheel) == expected
     monkeypatch.delenv("SGLANG_GEMMA4_YOCO_COMMIT")
     (folder / NAME / "COMMIT").unlink()
-    run(uv, "build", "--wheel", "--out-dir", tmp_path, folder)
+    run("uv", "build", "-q", "--wheel", "--out-dir", tmp_path, folder)
     assert read_commit(wheel) == "unknown"
 
 
@@ -121,16 +106,16 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["wheel", "source"])
 def test_installed_where_nothing_else_is(
-    uv: Path, built: tuple[Path, Path], which: int, tmp_path: Path
+    built: tuple[Path, Path], which: int, tmp_path: Path
 ) -> None:
     """SGLang finds the entry point; without SGLang loading it says so, and imports nothing.
 
     Both can be installed without a network, the source distribution if setuptools is installed.
     """
     assert VERSION is not None
-    run(uv, "venv", "--python", sys.executable, tmp_path / "env")
+    run("uv", "venv", "-q", "--python", sys.executable, tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
-    install = (uv, "pip", "install", "--python", python)
+    install = ("uv", "pip", "install", "-q", "--python", python)
     run(*install, "setuptools>=77")
     run(*install, "--offline", "--no-deps", "--no-build-isolation", built[which])
     said = run(python, "-I", "-c", LOADED, VERSION[1])
