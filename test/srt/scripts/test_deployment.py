@@ -100,10 +100,9 @@ def test_caches_are_kept(environments: dict[str, dict[str, str]]) -> None:
             assert path.startswith(volume), (name, cache)
 
 
-@pytest.mark.parametrize("name", [COMPOSE.name, UNIT.name])
-def test_the_switch_is_there(environments: dict[str, dict[str, str]], name: str) -> None:
-    assert environments[name][settings.SWITCH] == "1"
-    assert [one for one in environments[name] if "YOCO" in one] == [settings.SWITCH]
+def test_the_switch_is_there(environments: dict[str, dict[str, str]]) -> None:
+    for name in (COMPOSE.name, UNIT.name):
+        assert environments[name][settings.SWITCH] == "1"
 
 
 def test_sglang_knows_the_flags(rendered: dict[str, list[Any]]) -> None:

@@ -75,15 +75,15 @@ def test_it_serves(
     assert prefill.rows == cut(90, 1)
 
 
-@pytest.mark.parametrize("which", ["without SGLang", "in a virtual environment"])
+@pytest.mark.parametrize(
+    "other",
+    [{"PYTHONPATH": ""}, {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}],
+    ids=["without SGLang", "in a virtual environment"],
+)
 def test_another_python_ends_the_start(
-    manifests: Path, image: dict[str, str], tmp_path: Path, which: str
+    manifests: Path, image: dict[str, str], tmp_path: Path, other: dict[str, str]
 ) -> None:
-    if which == "without SGLang":
-        image["PYTHONPATH"] = ""
-    else:
-        image["PATH"] = f"{Path(sys.executable).parent}:{image['PATH']}"
-    ended = start(manifests, tmp_path / "volume", **image)
+    ended = start(manifests, tmp_path / "volume", **image | other)
     assert ended.returncode == 1
     [line] = ended.stderr.splitlines()
     assert line.startswith("cannot install the plugin: ")
