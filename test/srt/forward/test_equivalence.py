@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.forwards import ENGINE
-from harness.random_batches import PROPERTIES, has_one_pool, holds, random_shape
+from harness.random_batches import KINDS, assert_cut, has_one_pool, random_shape
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 
@@ -26,6 +26,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
-@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_on_equals_off(engine: Engine, name: str) -> None:
-    holds(engine, PROPERTIES[name], longest=300, most=6, examples=6)
+    assert_cut(engine, name, longest=300, most=6, examples=6)

@@ -33,7 +33,7 @@ from harness.decode_graphs import record_tail
 from harness.fixtures import Change
 from harness.forwards import CHUNKS, ENGINE, assert_fast, assert_stock, state_of
 from harness.observe import assert_same_cache, run
-from harness.random_batches import PROPERTIES, holds
+from harness.random_batches import KINDS, assert_cut
 from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import gemma3n as reference
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -69,10 +69,10 @@ def engine(checkpoint: Path) -> Engine:
     return Engine(checkpoint, **ENGINE)
 
 
-@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_random_batches(engine: Engine, name: str) -> None:
     assert type(engine.runner.model) is Gemma3nForCausalLM
-    holds(engine, PROPERTIES[name], longest=200, most=5, examples=5)
+    assert_cut(engine, name, longest=200, most=5, examples=5)
 
 
 @pytest.mark.parametrize("name", LAST_ROWS)

@@ -22,7 +22,7 @@ from harness.batches import BATCHES, batch_of
 from harness.checking import assert_audited, checked
 from harness.decode_graphs import record_tail
 from harness.forwards import ENGINE, assert_fast, state_of
-from harness.random_batches import PROPERTIES, holds
+from harness.random_batches import KINDS, assert_cut
 from sglang_gemma4_reference.checkpoint import build_tokenizer
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import settings
@@ -84,9 +84,9 @@ def engine(checkpoint: Path) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_random_batches(engine: Engine, name: str) -> None:
-    holds(engine, PROPERTIES[name], longest=200, most=5, examples=5)
+    assert_cut(engine, name, longest=200, most=5, examples=5)
 
 
 def test_audits(engine: Engine) -> None:

@@ -23,6 +23,7 @@ from harness.observe import (
     TOLERANCE,
     Observed,
     assert_as_expected,
+    assert_metadata_unchanged,
     assert_same_answers,
     assert_same_cache,
     assert_same_objects,
@@ -79,12 +80,14 @@ def assert_fast(
     prompts: Sequence[Prompt] = TWO_PROMPTS,
     tolerance: float = TOLERANCE,
     *,
+    prefix: str = "0",
     replays: bool = False,
     **changed: Any,
 ) -> tuple[Observed, Observed]:
     """Assert that a forward of ``prompts`` is cut and equals stock; return stock and fast.
 
     Args:
+        prefix: the switch under which its cached tokens are computed.
         replays: its tail is replayed, so none of the tail's Python code runs.
         changed: fields of ``observe.Expected`` that differ for this forward.
     """
@@ -93,11 +96,16 @@ def assert_fast(
     if replays:
         wanted = replayed(wanted)
     scheduled = engine.schedule(prompts)
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    stock = run(engine, scheduled, "0")
+    if prefix == "1":
+        scheduled = engine.schedule(prompts, prefix=prefix)
+    fast = run(engine, scheduled, "1")
     observe.assert_stock(engine, prompts, stock)
     assert_as_expected(fast, dataclasses.replace(wanted, **changed))
     assert_same_objects(fast)
+    assert_metadata_unchanged(fast)
     assert_same_cache(stock, fast)
+    assert fast.hidden.isfinite().all()
     if not observe.skips_tail(prompts):
         assert_same_answers(stock, fast, tolerance)
     assert_untouched(engine)

@@ -1,15 +1,15 @@
 """Property tests of fast against stock on random batches of random models.
 
-Lengths are drawn relative to the model's window, so that its edges are covered for every model. A
-property returns whether the fast path was active for an example, by the rows that each layer
-computed. Only then do equal answers mean anything, so a minimum of such examples is required.
+Lengths are drawn relative to the model's window, so that its edges are covered for every model.
+Equal answers mean something only where a batch was cut, by the rows that each layer computed. So a
+minimum of such batches is required.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +18,11 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from harness.batches import tokens
-from harness.observe import (
-    TOLERANCE,
-    Observed,
-    assert_as_expected,
-    assert_metadata_unchanged,
-    assert_same_answers,
-    assert_same_cache,
-    assert_same_objects,
-    assert_stock,
-    expected,
-    run,
-    skips_tail,
-)
-from sglang_gemma4_reference import releases
+from harness.forwards import assert_fast, assert_stock
+from harness.observe import TOLERANCE, expected, skips_tail
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape
 from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP
 
 
 def has_one_pool(seed: int) -> bool:
@@ -179,100 +168,77 @@ HARD_CHUNKS = (
 )
 
 
-def _both_ways(engine: Engine, batch: Batch) -> tuple[list[Prompt], Observed, Observed, bool]:
-    """Run a batch off and on; the last value is True if rows were skipped, as they must be."""
+def is_cut(engine: Engine, batch: Batch) -> bool:
+    """Assert that a batch is cut, with stock's answers and last rows.
+
+    A batch with nothing to skip must run as stock; return False for it.
+    """
     prompts = batch.prompts(engine.text_model.config.sliding_window)
-    scheduled = engine.schedule(prompts)
-    stock = run(engine, scheduled, "0")
-    if batch.prefix == "1" and any(p.cached for p in prompts):
-        scheduled = engine.schedule(prompts, prefix="1")
-    fast = run(engine, scheduled, "1")
-    wanted = expected(engine, prompts)
-    assert_stock(engine, prompts, stock)
-    if wanted is None:
-        assert_stock(engine, prompts, fast)
-    else:
-        assert_as_expected(fast, wanted)
-    for seen in (stock, fast):
-        assert_same_objects(seen)
-        assert_metadata_unchanged(seen)
-    assert_same_cache(stock, fast)
-    assert fast.hidden.isfinite().all()
-    return prompts, stock, fast, wanted is not None
-
-
-def last_rows(engine: Engine, batch: Batch) -> bool:
-    """Assert that every request's last row, and the answer after it, are stock's."""
-    prompts, stock, fast, active = _both_ways(engine, batch)
-    ends = torch.tensor([len(p.new) for p in prompts]).cumsum(0) - 1
-    torch.testing.assert_close(fast.hidden[ends], stock.hidden[ends], atol=TOLERANCE, rtol=1e-4)
-    assert_same_answers(stock, fast, TOLERANCE)
-    return active
-
-
-def input_logprobs(engine: Engine, batch: Batch) -> bool:
-    """Assert that all log-probabilities of the prompts' rows are stock's."""
-    _, stock, fast, active = _both_ways(engine, batch)
-    assert_same_answers(stock, fast, TOLERANCE)
-    return active
-
-
-def intermediate_chunks(engine: Engine, batch: Batch) -> bool:
-    """Assert that a chunk of which no row is read leaves its K and V, and finite rows."""
-    prompts, _, fast, active = _both_ways(engine, batch)
-    assert fast.output.next_token_logits.isfinite().all()
-    return active and skips_tail(prompts)
+    if expected(engine, prompts) is None:
+        assert_stock(engine, NOTHING_TO_SKIP, prompts)
+        return False
+    stock, fast = assert_fast(engine, prompts, prefix=batch.prefix)
+    if not skips_tail(prompts):
+        ends = torch.tensor([len(p.new) for p in prompts]).cumsum(0) - 1
+        last, wanted = fast.hidden[ends], stock.hidden[ends]
+        torch.testing.assert_close(last, wanted, atol=TOLERANCE, rtol=1e-4)
+    return True
 
 
 @dataclass(frozen=True)
-class Property:
-    """Property of batches.
+class Kind:
+    """Kind of batches.
 
     Attributes:
-        says: asserts it, and returns whether the fast path was active.
         hard: batches that every model must be tried on.
-        kind: the arguments of ``batches`` for the random ones.
+        fields: the arguments of ``batches`` for the random ones.
     """
 
-    says: Callable[[Engine, Batch], bool]
     hard: tuple[Batch, ...]
-    kind: dict[str, bool]
+    fields: dict[str, bool]
 
 
-PROPERTIES = {
-    "last rows are stock's": Property(last_rows, HARD_LAST_ROWS, {}),
-    "input logprobs are stock's": Property(input_logprobs, HARD_LOGPROBS, {"logprobs": True}),
-    "chunks that nobody reads skip the tail": Property(
-        intermediate_chunks, HARD_CHUNKS, {"unfinished": True}
-    ),
+KINDS = {
+    "last rows are stock's": Kind(HARD_LAST_ROWS, {}),
+    "input logprobs are stock's": Kind(HARD_LOGPROBS, {"logprobs": True}),
+    "chunks that nobody reads skip the tail": Kind(HARD_CHUNKS, {"unfinished": True}),
 }
 
 
-def holds(engine: Engine, tried: Property, longest: int, most: int, *, examples: int) -> None:
-    """Try a property on the hard batches and on random ones.
-
-    Args:
-        longest: new tokens of a request.
-        most: requests of a batch.
-        examples: random batches to try; on as many the fast path must be active.
-    """
-    active, floor = 0, examples
-    if tried.says is intermediate_chunks and not releases.marks_intermediate():
-        floor = 0
-
-    def checked(batch: Batch) -> None:
-        nonlocal active
-        with torch.inference_mode():
-            active += tried.says(engine, batch)
-
-    property_ = given(batches(longest, most, **tried.kind))(checked)
-    for batch in tried.hard:
-        property_ = example(batch)(property_)
+def try_batches(
+    check: Callable[[Batch], None],
+    hard: Iterable[Batch],
+    drawn: st.SearchStrategy[Batch],
+    examples: int,
+) -> None:
+    """Call ``check`` with these batches, and with as many random ones as ``examples``."""
+    tried = given(drawn)(check)
+    for batch in hard:
+        tried = example(batch)(tried)
     settings(
         max_examples=examples,
         deadline=None,
         derandomize=True,
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=[HealthCheck.too_slow],
-    )(property_)()
-    assert active >= floor, f"the fast path was active for {active} examples only"
+    )(tried)()
+
+
+def assert_cut(engine: Engine, name: str, longest: int, most: int, *, examples: int) -> None:
+    """Assert ``is_cut`` for the hard batches of a kind, and for random ones.
+
+    Args:
+        name: a key of ``KINDS``.
+        longest: new tokens of a request.
+        most: requests of a batch.
+        examples: random batches to try; as many must be cut.
+    """
+    cut, kind = 0, KINDS[name]
+
+    def check(batch: Batch) -> None:
+        nonlocal cut
+        with torch.inference_mode():
+            cut += is_cut(engine, batch)
+
+    try_batches(check, kind.hard, batches(longest, most, **kind.fields), examples)
+    assert cut >= examples, f"only {cut} batches were cut"
