@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -26,11 +25,9 @@ from harness.layer_rows import FIRST_CUT, LAYERS, whole
 from harness.observe import run
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, counters, log, metrics
-from sglang_gemma4_yoco.checking import audit, exit_check, rounding
-from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.core.forward import EagerForward
 from sglang_gemma4_yoco.models import gemma4
-from sglang_gemma4_yoco.prefill_exits.graph_exits import Exits
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -156,27 +153,6 @@ def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
         patched.setattr(state, "after_cut", overwriting)
         assert engine.forward(scheduled).next_token_logits.isfinite().all()
         assert state.after_cut is None
-
-
-def test_a_forward_that_compares_itself(engine: Engine) -> None:
-    """``compare_exit`` may write stock's rows into the output, from which the model continues."""
-
-    def findings(forward: Any, _: Any, output: torch.Tensor) -> list[Difference]:
-        output.copy_(forward.stock())
-        return [rounding.make_defect("another key")]
-
-    scheduled = engine.schedule(TWO_PROMPTS)
-    stock = run(engine, scheduled, "0").output.next_token_logits
-    with audited(engine), pytest.MonkeyPatch.context() as patched:
-        state = state_of(engine)
-        replayed = replace(state, front=Exits())
-        patched.setattr(state.after_cut, "state", replayed)
-        patched.setattr(exit_check, "compare_exit", findings)
-        answer = run(engine, scheduled, "1").output.next_token_logits
-        assert torch.equal(answer, stock)
-        patched.setattr(exit_check, "compare_exit", lambda *_: [Difference("a key", 0.0, 1.0)])
-        run(engine, scheduled, "1")
-    assert counts() == (1, 1)
 
 
 # ---------------------------------------------------------------- settings and figures
