@@ -24,7 +24,7 @@ import torch
 from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-from harness.batches import BATCHES, ONE_BESIDE_TWO, batch_of
+from harness.batches import BATCHES, batch_of
 from harness.decode_graphs import record_tail, recorded_decode_steps, static_tensors
 from harness.fixtures import Change, Said
 from harness.forwards import (
@@ -43,7 +43,7 @@ from harness.observe import (
     run,
 )
 from sglang_gemma4_reference import recorder, releases
-from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
+from sglang_gemma4_reference.engine import Engine, reset_log
 from sglang_gemma4_reference.recorder import tensors_in
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
@@ -57,7 +57,6 @@ from sglang_gemma4_yoco.startup import graphs_captured
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 MOST = 4
-TOO_MANY = batch_of((0, 9), (3, 5), (40, 2), (0, 33), (7, 1))
 
 
 @pytest.fixture(scope="module")
@@ -191,19 +190,6 @@ def test_one_row_of_each_request(
     assert not read["requests"][requests:].any()
     assert outcomes() == {counters.TAIL_CAPTURED: 2}
     assert tail.sizes == (1, 2, 4)
-
-
-@pytest.mark.parametrize(
-    "prompts",
-    [
-        pytest.param(TOO_MANY, id="more rows than the largest graph"),
-        pytest.param(ONE_BESIDE_TWO, id="suffixes"),
-    ],
-)
-def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Prompt]) -> None:
-    assert_fast(engine, prompts)
-    assert counters.TAIL_CAPTURED not in counters.served.forwards
-    assert_replayed(engine, TWO_PROMPTS)
 
 
 # ---------------------------------------------------------------- host work and memory

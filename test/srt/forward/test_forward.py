@@ -201,13 +201,6 @@ def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
         engine.runner.init_attention_backends()
 
 
-def test_a_second_start_leaves_one_state(engine: Engine) -> None:
-    first = state_of(engine)
-    others = set(states._attached) - {first}
-    engine.runner.init_attention_backends()
-    assert set(states._attached) - others == {state_of(engine)}
-
-
 def test_a_batch_that_is_never_run_is_freed_at_once(engine: Engine) -> None:
     """Without the cyclic collector: a plan does not keep its batch alive."""
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
@@ -255,24 +248,21 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
 def test_decode_goes_straight_through(
     engine: Engine, caplog: pytest.LogCaptureFixture, said: Said
 ) -> None:
-    """Eligibility is not checked, no tail is planned, nothing is counted or logged."""
-    backends, steps = backends_of(engine), []
-    for switch in ("0", "1"):
-        scheduled = engine.schedule(batch_of((0, 20), (0, 8)))
-        run(engine, scheduled, switch)
-        reset_log()
-        caplog.clear()
-        with (
-            mock.patch.object(eligibility, "check_eligibility") as gated,
-            mock.patch.object(backends.tail_backend, "init_forward_metadata") as planned,
-            caplog.at_level("DEBUG", log.logger.name),
-        ):
-            steps.append(step(engine, scheduled, [30, 31], switch))
-        assert not gated.called
-        assert not planned.called
-        assert not counters.served.forwards
-        assert said(logging.DEBUG) == []
-    stock, fast = steps
-    assert fast.rows == stock.rows == [2] * LAYERS
-    assert set(map(id, fast.backends)) == {id(backends.main_backend)}
-    assert_same_answers(stock, fast, TOLERANCE)
+    """Eligibility is not checked, no tail is planned, nothing is counted or logged.
+
+    ``triton/test_hard_batches`` compares such steps with stock's.
+    """
+    scheduled, tail = engine.schedule(batch_of((0, 20), (0, 8))), backends_of(engine).tail_backend
+    run(engine, scheduled, "1")
+    reset_log()
+    caplog.clear()
+    with (
+        mock.patch.object(eligibility, "check_eligibility") as gated,
+        mock.patch.object(tail, "init_forward_metadata") as planned,
+        caplog.at_level("DEBUG", log.logger.name),
+    ):
+        step(engine, scheduled, [30, 31], "1")
+    assert not gated.called
+    assert not planned.called
+    assert not counters.served.forwards
+    assert said(logging.DEBUG) == []

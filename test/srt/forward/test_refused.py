@@ -121,6 +121,8 @@ def test_last_hidden_states(engine: Engine, batches_with: Change, prefill_only: 
     torch.testing.assert_close(
         fast.output.hidden_states, stock.output.hidden_states, atol=TOLERANCE, rtol=1e-4
     )
+    # The last row of a chunk is captured too.
+    assert outcome_of_chunk(engine) in CUT_WITH_TAIL
 
 
 def test_full_capture_of_frozen_kv_drafts(engine: Engine, batches_with: Change) -> None:

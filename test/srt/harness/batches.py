@@ -49,5 +49,3 @@ BATCHES = {
     "three, two of them cached": batch_of((30, 40), (0, 7), (90, 1)),
     "input logprobs": [*batch_of((10, 40), logprob_start=35), *batch_of((0, 9))],
 }
-# Not a decode step, though a graph of decode steps has room for these rows.
-ONE_BESIDE_TWO = [*batch_of((10, 40), logprob_start=48), *batch_of((0, 9))]

@@ -173,8 +173,6 @@ WORTH = [
     (20000, 18751, GPU, False),  # less than a sixteenth
     (2, 1, CAPTURED, True),
     (33, 32, CAPTURED | GPU, True),
-    (2048, 1, {"minimum": 2047}, True),
-    (2048, 1, {"minimum": 2048}, False),
     (20, 10, {"minimum": 10} | GPU, True),
     (20, 10, {"minimum": 11} | CAPTURED, False),
 ]

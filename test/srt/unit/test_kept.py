@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from harness.stand_ins import eligible_batch, tail_of
-from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.kept_batch import KeptRows, rewrite_batch
+from sglang_gemma4_yoco.core.kept_batch import KeptBatch, KeptRows, pin_memory
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8
@@ -85,36 +86,14 @@ def test_every_field_of_the_tails_batch_describes_the_kept_rows(
     assert found == expected
 
 
-def test_restored_after_an_exception() -> None:
-    forward_batch = eligible_batch()
-    forward_batch.residual_stream = None
-    before = dict(vars(forward_batch))
-    with (
-        pytest.raises(RuntimeError, match="inside"),
-        rewrite_batch(forward_batch, tail_of(forward_batch).fields),
-    ):
-        forward_batch.residual_stream = object()
-        raise RuntimeError("inside")
-    assert vars(forward_batch).keys() == before.keys()
-    for name, value in before.items():
-        assert vars(forward_batch)[name] is value
-
-
-UNFINISHED = {"contains_last_prefill_chunk": False}
-LOGPROBS = UNFINISHED | {"return_logprob": True}
-
-INTERMEDIATE: dict[str, tuple[dict[str, Any], bool]] = {
-    "finished": ({}, False),
-    "unfinished": (UNFINISHED, True),
-    # A decoding request in a mixed batch has one new token, and its row is read.
-    "mixed": (UNFINISHED | {"extend_seq_lens_cpu": [3, 5, 1]}, False),
-    "captured": (UNFINISHED | {"capture_hidden_mode": CaptureHiddenMode.LAST}, False),
-    "last row's logprob": (LOGPROBS | {"extend_logprob_start_lens_cpu": [3, 3, 2]}, False),
-    "no logprob": (LOGPROBS | {"extend_logprob_start_lens_cpu": [3, 4, 2]}, True),
-}
-
-
-@pytest.mark.parametrize("name", INTERMEDIATE)
-def test_intermediate_chunks(name: str) -> None:
-    changes, intermediate = INTERMEDIATE[name]
-    assert eligibility.is_intermediate_chunk(eligible_batch(**changes)) is intermediate
+def test_blocks_are_pinned_for_every_batch() -> None:
+    """PyTorch rounds a batch's need up to a power of two, in bytes."""
+    with mock.patch.object(torch, "empty") as pinned:
+        pin_memory("cpu")
+        pin_memory("cuda")
+    blocks = Counter(8 * call.args[0] for call in pinned.call_args_list)
+    one_row = [KeptRows.suffixes([7] * n, [0] * n) for n in (1, 2, 4, 5, 17, 300, 4096)]
+    for kept in (*one_row, KeptRows.suffixes([131_072], [0], [0])):
+        batch = KeptBatch.of(eligible_batch(), kept, decodes=True)
+        needed = batch.index.untyped_storage().nbytes()
+        assert blocks[1 << (needed - 1).bit_length()] == 4

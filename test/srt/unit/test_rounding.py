@@ -170,11 +170,3 @@ def test_zeros() -> None:
     zeros = torch.zeros(3, 8)
     assert compared(zeros, zeros).error == 0
     assert not compared(zeros, zeros + 1).is_rounding
-
-
-def test_the_worst_is_the_farthest_beyond_its_bound() -> None:
-    near, far = Difference("near", 0.5, 0.4), Difference("far", 0.1, 0.01)
-    assert rounding.find_worst([near, far]) is far
-    assert rounding.find_worst([far, rounding.make_defect("gone")]).what == "gone"
-    assert str(far) == "error 1.0e-01 (far), tolerance 1.0e-02"
-    assert str(rounding.make_defect("gone")) == "gone"
