@@ -34,7 +34,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     untested = os.environ.get("SGLANG_GEMMA4_YOCO_UNTESTED", "0")
     os.environ["SGLANG_GEMMA4_YOCO_SELF_CHECK"] = untested
 
-from harness.fixtures import Change, Said
+from harness.fixtures import Change, Checkpoints, Said
 from harness.server import (
     CAPTURED_ARGUMENTS,
     CAPTURED_GRAPHS,
@@ -131,9 +131,17 @@ def _folder(item: pytest.Item) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Return a function that writes a checkpoint, once for each shape."""
+    return functools.cache(
+        lambda shape: write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(checkpoints: Checkpoints) -> Path:
     """Return the path of a random Gemma 4: 8 layers, the last 4 KV-shared, a window of 32."""
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", E2B_TINY)
+    return checkpoints(E2B_TINY)
 
 
 @pytest.fixture(scope="session")

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from harness import truth
 from harness.batches import BATCHES, batch_of
+from harness.fixtures import Checkpoints
 from harness.forwards import ENGINE, assert_fast, outcomes
 from harness.observe import Observed, run
 from harness.rounding import rounded_otherwise
-from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters
 
@@ -58,9 +58,9 @@ def all_answers(engine: Engine, rounding: int) -> torch.Tensor:
 
 @pytest.mark.usefixtures("forgotten_reports")
 @pytest.mark.parametrize("model", MODELS)
-def test_answers(model: str, tmp_path: Path) -> None:
+def test_answers(model: str, checkpoints: Checkpoints) -> None:
     """All prompts are judged together: the errors of a few vary too much."""
-    checkpoint = write_checkpoint(tmp_path, MODELS[model])
+    checkpoint = checkpoints(MODELS[model])
     engine = Engine(checkpoint, **ENGINE | {"dtype": "bfloat16"})
     assert engine.text_model.layers[0].mlp.gate_up_proj.weight.dtype is torch.bfloat16
     oracle, stock, fast, want = truth.load(checkpoint), [], [], []

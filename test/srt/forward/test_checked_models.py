@@ -28,12 +28,13 @@ from harness.checking import (
     result_of_check,
 )
 from harness.decode_graphs import recorded_decode_steps
+from harness.fixtures import Checkpoints
 from harness.forwards import ENGINE, assert_untouched, norms_that_add_in_place, state_of, times
 from harness.observe import assert_same_cache, run
+from harness.rounding import perturb
 from sglang_gemma4_reference.checkpoint import (
     E2B_TINY,
     E2B_TINY_SHARP,
-    write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine, reset_log, switched
 from sglang_gemma4_yoco import compat, counters
@@ -55,13 +56,12 @@ MODELS = {
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def captured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
+def captured(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[Engine]:
     """Yield the engine with its tail captured."""
     shape = MODELS[request.param]
-    path = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
-    engine = Engine(path, **(ENGINE | {"dtype": shape.dtype}), cuda_graph_bs_decode=[1, 2, 4])
+    engine = Engine(
+        checkpoints(shape), **(ENGINE | {"dtype": shape.dtype}), cuda_graph_bs_decode=[1, 2, 4]
+    )
     with recorded_decode_steps(engine):
         yield engine
 
@@ -143,11 +143,11 @@ BATCHES = {
 
 def test_audits_of_random_traffic(captured: Engine) -> None:
     """There is no false alarm, however the tail runs, and also if norms add in place."""
-    draws, vocabulary = random.Random(0), captured.text_model.config.vocab_size
+    draws = random.Random(0)
     with audited(captured), switched("1"):
         for number in range(16):
             with norms_that_add_in_place(captured) if number % 2 else contextlib.nullcontext():
-                batch = captured.schedule(traffic(draws, vocabulary))
+                batch = captured.schedule(traffic(draws))
                 captured.forward(batch, intermediate=number % 6 == 5)
     assert counts() == (16, 0)
     assert counters.served.worst_audit < 0.5

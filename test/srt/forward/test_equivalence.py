@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from harness.fixtures import Checkpoints
 from harness.forwards import ENGINE
 from harness.random_batches import KINDS, assert_cut, has_one_pool, random_shape
-from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 
 MODELS = 14
@@ -18,9 +18,9 @@ SEEDS = [
 
 
 @pytest.fixture(scope="module", params=SEEDS, ids=lambda seed: f"model{seed}")
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Engine:
     return Engine(
-        write_checkpoint(tmp_path_factory.mktemp("checkpoint"), random_shape(request.param)),
+        checkpoints(random_shape(request.param)),
         **ENGINE | {"max_total_tokens": 8192},
         disable_hybrid_swa_memory=has_one_pool(request.param),
     )

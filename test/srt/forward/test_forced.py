@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
+from harness.fixtures import Checkpoints
 from harness.forwards import ENGINE, state_of
 from harness.layer_rows import FIRST_SHARED
-from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.core import cut, per_layer
@@ -27,10 +28,9 @@ Wrong = Callable[[Engine], AbstractContextManager[Any]]
 
 
 @pytest.fixture(scope="module")
-def sharp(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def sharp(checkpoints: Checkpoints) -> Engine:
     """Return an engine on which one more rounding is enough to change an answer."""
-    path = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), E2B_TINY_SHARP)
-    return Engine(path, **(ENGINE | {"dtype": "bfloat16"}))
+    return Engine(checkpoints(E2B_TINY_SHARP), **(ENGINE | {"dtype": "bfloat16"}))
 
 
 def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:

@@ -16,10 +16,10 @@ from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.server_args import ServerArgs
 
 from harness.batches import new_rows
-from harness.fixtures import Change
+from harness.fixtures import Change, Checkpoints
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock, state_of
 from harness.observe import run
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.admission import arguments, order
@@ -42,9 +42,9 @@ def assert_never_touched(engine: Engine) -> None:
     assert counters.served.forwards == {}
 
 
-def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
+def test_a_model_without_shared_layers_is_never_touched(checkpoints: Checkpoints) -> None:
     shape = replace(E2B_TINY, kv_shared_layers=0, layers=5)
-    engine = Engine(write_checkpoint(tmp_path, shape), **ENGINE)
+    engine = Engine(checkpoints(shape), **ENGINE)
     assert order.find_model_reason(engine.text_model) == order.NO_SHARED_LAYERS
     assert_never_touched(engine)
 

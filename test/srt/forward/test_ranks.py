@@ -16,11 +16,14 @@ from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.runtime_context import get_parallel
 from torch import distributed
 from torch.multiprocessing.spawn import start_processes
 
 from harness import batches
-from harness.checking import result_of_check
+from harness.checking import counts, result_of_check
+from harness.decode_graphs import record_tail
+from harness.fixtures import Checkpoints
 from harness.forked import preloaded
 from harness.forwards import (
     ENGINE,
@@ -32,13 +35,17 @@ from harness.forwards import (
 from harness.layer_rows import FIRST_CUT, cut, whole
 from harness.observe import both_ways, run
 from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
-from sglang_gemma4_reference import gemma3n, recorder, releases
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference import gemma3n, prefill_graphs, recorder, releases
+from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.admission import order, third_party
+from sglang_gemma4_yoco.checking import audit, rounding, tail_graphs
+from sglang_gemma4_yoco.checking import self_check as checking
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
+from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import ranks, state
+from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.prefill_exits import graph_exits
 from sglang_gemma4_yoco.refusal import ServerRefusal
 from sglang_gemma4_yoco.startup import backends_built, graphs_captured
@@ -77,11 +84,6 @@ def assert_stock(engine: Engine, reason: object) -> None:
 
 def with_exits(rank: int, port: int, path: Path) -> None:
     """Assert that a graph's collectives run up to the exit, then those of the tail."""
-    from sglang.srt.runtime_context import get_parallel
-
-    from harness.decode_graphs import record_tail
-    from sglang_gemma4_reference import prefill_graphs
-
     bucket = 80  # SGLang replays a batch that fills at least half of it, as all here do
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED | {"cuda_graph_bs_prefill": [bucket]})
@@ -107,8 +109,6 @@ def with_exits(rank: int, port: int, path: Path) -> None:
 @contextmanager
 def one_graph_that_differs(rank: int) -> Iterator[None]:
     """Make one rank find a defect in a graph; no rank replays it, all use the next larger one."""
-    from sglang_gemma4_yoco.checking import rounding, tail_graphs
-
     stock = tail_graphs.compare_graph
 
     def compare(tail: Any, runner: Any, size: int) -> Any:
@@ -126,8 +126,6 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
 
     One engine for all of it: new attention backends have a new state.
     """
-    from sglang_gemma4_yoco.checking import self_check as checking
-
     engine = start(rank, path, port)
     assert_every_batch_is_cut(engine)
     with_a_check_that_fails_on_one_rank(rank, engine)
@@ -166,9 +164,6 @@ def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
 
 def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
     """Assert that a defect of one rank's heads disables the path on both ranks."""
-    from sglang_gemma4_yoco.checking import rounding
-    from sglang_gemma4_yoco.checking import self_check as checking
-
     state, found = state_of(engine), list[Any]()
     check = checking.check_model
 
@@ -203,8 +198,6 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
 
 def with_a_norm_that_is_called_differently(engine: Engine) -> None:
     """Assert that no rank cuts any more once the norm is called in another way."""
-    from sglang_gemma4_yoco.core import model as core_model
-
     engine.runner.init_attention_backends()
     batch = engine.schedule(ONE_PROMPT)
     trusted = settings.changed(trust=(norm_called.__module__,))  # to be taken for SGLang's own
@@ -220,9 +213,6 @@ def with_a_norm_that_is_called_differently(engine: Engine) -> None:
 
 def with_audits(rank: int, engine: Engine) -> None:
     """Assert that both ranks audit every batch, and that one rank's finding disables both."""
-    from sglang_gemma4_yoco.checking import audit
-    from sglang_gemma4_yoco.models import gemma4
-
     with settings.changed(audit=1, audit_strict=True):
         engine.runner.init_attention_backends()
         state = state_of(engine)
@@ -230,7 +220,7 @@ def with_audits(rank: int, engine: Engine) -> None:
         assert state.off_because is None
         scheduled, fast = engine.schedule(ONE_PROMPT), cut(70, 1)
         assert run(engine, scheduled, "1").rows == [*fast, *whole(70), *fast[FIRST_CUT:]]
-        assert (counters.served.audits["agrees"], counters.served.audits["differs"]) == (1, 0)
+        assert counts() == (1, 0)
         stock = gemma4.compute_keys_and_values
 
         def other(*args: Any) -> Any:
@@ -239,7 +229,7 @@ def with_audits(rank: int, engine: Engine) -> None:
 
         with mock.patch.object(gemma4, "compute_keys_and_values", other):
             run(engine, scheduled, "1")
-        assert (counters.served.audits["agrees"], counters.served.audits["differs"]) == (1, 1)
+        assert counts() == (1, 1)
         assert_stock(engine, audit.DIFFERED)
 
 
@@ -270,10 +260,10 @@ def test_captured_prefills_are_left_by_all_ranks(tiny_checkpoint: Path) -> None:
     on_all_ranks(with_exits, tiny_checkpoint)
 
 
-def test_tensor_parallel_ranks_cut_alike_or_not_at_all(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_cut_alike_or_not_at_all(checkpoints: Checkpoints) -> None:
     """Each rank has a K/V head of its own; ``server/test_parallel`` has one that both copy."""
     head_each = dataclasses.replace(E2B_TINY, kv_heads=RANKS)
-    on_all_ranks(set_up_together, write_checkpoint(tmp_path, head_each))
+    on_all_ranks(set_up_together, checkpoints(head_each))
 
 
 def test_ranks_of_gemma3n(tmp_path: Path) -> None:

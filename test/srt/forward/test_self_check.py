@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import count
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,7 +24,7 @@ from harness.checking import (
     result_of_check,
     tensors_unchanged,
 )
-from harness.fixtures import Change, Said
+from harness.fixtures import Change, Checkpoints, Said
 from harness.forwards import (
     ENGINE,
     TWO_PROMPTS,
@@ -38,7 +37,7 @@ from harness.forwards import (
 )
 from harness.layer_rows import FIRST_SHARED, LAYERS
 from harness.observe import run
-from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, metrics, settings
 from sglang_gemma4_yoco.admission import runner_parts
@@ -355,10 +354,10 @@ def test_prefills_that_bypass_the_path(
 # ---------------------------------------------------------------- other servers
 
 
-def test_one_key_of_many(tmp_path: Path) -> None:
+def test_one_key_of_many(checkpoints: Checkpoints) -> None:
     """One key of 512 is near rounding in a mean, and sharp heads may not attend to it at all."""
     shape = dataclasses.replace(E2B_TINY_SHARP, sliding_window=512)
-    engine = Engine(write_checkpoint(tmp_path, shape), **(ENGINE | {"dtype": "bfloat16"}))
+    engine = Engine(checkpoints(shape), **(ENGINE | {"dtype": "bfloat16"}))
     state = state_of(engine)
     assert checked(engine).agrees
     for way in ("windows one key short", "windows one key long"):

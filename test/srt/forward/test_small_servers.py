@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
 from typing import Any
 from unittest import mock
 from weakref import WeakSet
@@ -21,9 +20,9 @@ from harness.batches import batch_of
 from harness.breakages import BREAKAGES
 from harness.checking import checked, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
-from harness.fixtures import Said
+from harness.fixtures import Checkpoints, Said
 from harness.forwards import ENGINE, assert_stock, state_of
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import metrics
 from sglang_gemma4_yoco.checking import self_check as check
@@ -42,15 +41,9 @@ SHORT, LONG = "windows one key short", "windows one key long"
 TOO_FEW, JUST_ENOUGH, PLENTY = 41, 42, 4096
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint's path."""
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE)
-
-
-def start_engine(path: Path, **arguments: Any) -> Engine:
+def start_engine(checkpoints: Checkpoints, **arguments: Any) -> Engine:
     """Return an engine whose fast path the check has turned on, or off."""
-    return Engine(path, **(ENGINE | arguments))
+    return Engine(checkpoints(SHAPE), **(ENGINE | arguments))
 
 
 def find_wrong_windows(engine: Engine) -> list[str]:
@@ -67,9 +60,9 @@ def find_wrong_windows(engine: Engine) -> list[str]:
 
 @pytest.mark.parametrize("tokens", [JUST_ENOUGH, JUST_ENOUGH + 1, PLENTY])
 @pytest.mark.parametrize("running", [1, 2, 3])
-def test_wrong_windows_are_found(path: Path, running: int, tokens: int) -> None:
+def test_wrong_windows_are_found(checkpoints: Checkpoints, running: int, tokens: int) -> None:
     """Several prompts are compared in one batch, where the server has such batches."""
-    engine = start_engine(path, max_running_requests=running, max_total_tokens=tokens)
+    engine = start_engine(checkpoints, max_running_requests=running, max_total_tokens=tokens)
     assert find_wrong_windows(engine) == [SHORT, LONG]
     batches = synthetic_requests.choose_batches(engine.runner, state_of(engine))
     assert (max(map(len, batches)) > 1) == (running > 1)
@@ -85,18 +78,18 @@ def test_wrong_windows_are_found(path: Path, running: int, tokens: int) -> None:
     ],
 )
 def test_windows_that_no_prompt_exceeds(
-    path: Path, arguments: dict[str, Any], found: list[str]
+    checkpoints: Checkpoints, arguments: dict[str, Any], found: list[str]
 ) -> None:
     """The longest prompt is within the window: the check is complete without a longer one."""
-    engine = start_engine(path, disable_hybrid_swa_memory=True, **arguments)
+    engine = start_engine(checkpoints, disable_hybrid_swa_memory=True, **arguments)
     assert find_wrong_windows(engine) == found
     assert state_of(engine).off_because is None
 
 
-def test_what_has_no_room_is_not_cut(path: Path, said: Said) -> None:
+def test_what_has_no_room_is_not_cut(checkpoints: Checkpoints, said: Said) -> None:
     """Prompts may be longer than the window, but the pool has no room for the K and V of one."""
     with mock.patch.object(MemoryPoolConfigurator, "validate_swa_pool_size"):
-        engine = start_engine(path, max_total_tokens=TOO_FEW)
+        engine = start_engine(checkpoints, max_total_tokens=TOO_FEW)
     reason = f"{check.UNCHECKED}: {synthetic_requests.NO_ROOM}"
     assert f"is off for this server: {reason}; nothing was compared" in said(logging.ERROR)[-1]
     with mock.patch.object(states, "_attached", WeakSet([state_of(engine)])):
@@ -106,16 +99,16 @@ def test_what_has_no_room_is_not_cut(path: Path, said: Said) -> None:
     assert_stock(engine, reason, batch_of((0, 20)))
 
 
-def test_two_short_prompts_have_no_room_beside_each_other(path: Path) -> None:
+def test_two_short_prompts_have_no_room_beside_each_other(checkpoints: Checkpoints) -> None:
     """A real server always has room for both."""
     for tokens, is_whole in ((13, False), (14, True)):
-        engine = start_engine(path, disable_hybrid_swa_memory=True, max_total_tokens=tokens)
+        engine = start_engine(checkpoints, disable_hybrid_swa_memory=True, max_total_tokens=tokens)
         assert (state_of(engine).off_because is None) == is_whole
 
 
-def test_a_captured_tail_with_less_room_than_the_table(path: Path) -> None:
+def test_a_captured_tail_with_less_room_than_the_table(checkpoints: Checkpoints) -> None:
     """The table has three requests; the tail is captured for one row and two, and replayed so."""
-    engine = start_engine(path, max_running_requests=3, cuda_graph_bs_decode=[2])
+    engine = start_engine(checkpoints, max_running_requests=3, cuda_graph_bs_decode=[2])
     with recorded_decode_steps(engine):
         tail = state_of(engine).captured
         assert tail is not None, state_of(engine).report

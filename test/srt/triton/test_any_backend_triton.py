@@ -8,7 +8,6 @@ numbers in the window's pool than in the full one; their pages are of 1 to 128 t
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of
 from harness.decode_graphs import record_tail
-from harness.fixtures import left_to_release
+from harness.fixtures import Checkpoints, left_to_release
 from harness.forwards import (
     INTERPRETED_ENGINE,
     assert_fast,
@@ -28,7 +27,6 @@ from harness.forwards import (
 from harness.layer_rows import INTERPRETED
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
-from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.checking import self_check as check
@@ -58,14 +56,9 @@ PROMPTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), INTERPRETED)
-
-
-def started(checkpoint: Path, name: str, **arguments: Any) -> Engine:
+def started(checkpoints: Checkpoints, name: str, **arguments: Any) -> Engine:
     given = INTERPRETED_ENGINE | SERVERS[name] | arguments
-    engine = Engine(checkpoint, **given | {"max_total_tokens": 2048})
+    engine = Engine(checkpoints(INTERPRETED), **given | {"max_total_tokens": 2048})
     assert type(engine.runner.attn_backend) in (FrontBackend, HybridAttnBackend)
     assert type(backends_of(engine).tail_backend) is TritonAttnBackend
     return engine
@@ -75,9 +68,9 @@ IN_EVERY_RUN = ("pages of 64", "pages of 128, hybrid")
 
 
 @pytest.fixture(scope="module", params=left_to_release(SERVERS, but=IN_EVERY_RUN))
-def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
+def engine(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Engine:
     name = request.param
-    engine = started(checkpoint, name)
+    engine = started(checkpoints, name)
     assert engine.runner.page_size == SERVERS[name].get("page_size", 128)
     return engine
 
@@ -99,9 +92,9 @@ def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.release
-def test_captured(checkpoint: Path) -> None:
+def test_captured(checkpoints: Checkpoints) -> None:
     """Triton plans the tail's graphs, over pages of 64."""
-    engine = started(checkpoint, "pages of 64", cuda_graph_bs_decode=[2])
+    engine = started(checkpoints, "pages of 64", cuda_graph_bs_decode=[2])
     record_tail(engine, 2)
     with no_tail_on_main:
         assert_fast(engine, batch_of((WINDOW + 5, 7), (60, 9)), replays=True)

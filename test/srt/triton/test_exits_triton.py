@@ -12,12 +12,11 @@ import pytest
 
 from harness.batches import batch_of
 from harness.decode_graphs import record_tail
-from harness.fixtures import left_to_release
+from harness.fixtures import Checkpoints, left_to_release
 from harness.forwards import INTERPRETED_ENGINE, backends_of
 from harness.layer_rows import TWO_POOLS
 from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import interpreter, prefill_graphs
-from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
@@ -44,11 +43,11 @@ BATCHES = {
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(checkpoints: Checkpoints) -> Iterator[Engine]:
     """Yield an engine that has captured its prefills and its tail."""
     with prefill_graphs.recordable():
         engine = Engine(
-            write_checkpoint(tmp_path_factory.mktemp("checkpoint"), TWO_POOLS),
+            checkpoints(TWO_POOLS),
             **INTERPRETED_ENGINE,
             **(RECORDED | {"cuda_graph_bs_prefill": [16, 32]}),
         )

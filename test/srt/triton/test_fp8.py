@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +19,11 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
 from harness.batches import batch_of, new_rows
-from harness.fixtures import left_to_release
+from harness.fixtures import Checkpoints, left_to_release
 from harness.forwards import ENGINE, INTERPRETED_ENGINE, assert_fast, state_of, times
 from harness.layer_rows import INTERPRETED
 from harness.observe import Observed, run, watching
 from sglang_gemma4_reference import interpreter
-from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import per_layer
@@ -38,9 +36,8 @@ WINDOW = INTERPRETED.sliding_window
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    shape = dataclasses.replace(INTERPRETED, dtype="bfloat16")
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+def engine(checkpoints: Checkpoints) -> Engine:
+    checkpoint = checkpoints(dataclasses.replace(INTERPRETED, dtype="bfloat16"))
     in_bf16 = INTERPRETED_ENGINE | {"dtype": "bfloat16"}
     with envs.SGLANG_FP8_IGNORED_LAYERS.override("audio_tower"):
         return Engine(checkpoint, **in_bf16, quantization="fp8")
@@ -133,14 +130,13 @@ TYPES = {
 
 
 @pytest.mark.parametrize("name", left_to_release(TYPES, but=["fp8_e4m3"]))
-def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_cache_of_another_type_is_refused(checkpoints: Checkpoints, name: str) -> None:
     """Stock fails as it does without the package: with an error at the first shared layer.
 
     There SGLang's own forward reads K and V back from the cache, and its kernel refuses their
     dtype, in the interpreter as on a GPU.
     """
-    checkpoint = write_checkpoint(tmp_path, INTERPRETED)
-    engine = Engine(checkpoint, **ENGINE, kv_cache_dtype=name)
+    engine = Engine(checkpoints(INTERPRETED), **ENGINE, kv_cache_dtype=name)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
     assert str(state_of(engine).off_because) == (
         f"a KV cache of {TYPES[name]} with weights of torch.float32"

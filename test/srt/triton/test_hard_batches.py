@@ -26,6 +26,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of, rest_of, tokens
 from harness.decode_graphs import record_tail
+from harness.fixtures import Checkpoints
 from harness.forwards import INTERPRETED_ENGINE, backends_of, state_of, times
 from harness.layer_rows import TWO_POOLS
 from harness.observe import (
@@ -45,7 +46,7 @@ from harness.observe import (
     step,
 )
 from sglang_gemma4_reference import interpreter
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log, switched
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.captured import lifecycle
@@ -169,7 +170,7 @@ _last_engine: dict[str, Engine] = {}
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Engine:
     """Return an engine of one of ``SHAPES``, by its name, kept until another one is needed.
 
     pytest would make a module's fixture again for each combination with other parameters.
@@ -178,7 +179,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if shape not in _last_engine:
         _last_engine.clear()
         _last_engine[shape] = Engine(
-            write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPES[shape]),
+            checkpoints(SHAPES[shape]),
             **INTERPRETED_ENGINE,
             disable_hybrid_swa_memory=shape == "one pool",
             page_size=4 if shape == "pages of four" else 1,

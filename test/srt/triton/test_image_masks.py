@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.ask import TOLERANCE
-from harness.fixtures import left_to_release
+from harness.fixtures import Checkpoints, left_to_release
 from harness.forwards import assert_served_by_stock, failing, times
 from harness.layer_rows import CHUNK_KEPT, INTERPRETED, cut, whole
 from harness.media import (
@@ -26,7 +26,6 @@ from harness.media import (
 )
 from harness.observe import Observed, both_ways, run
 from sglang_gemma4_reference import interpreter
-from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core import eligibility
@@ -60,9 +59,8 @@ USUAL = (
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    path = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), INTERPRETED)
-    engine = Engine(path, device="cpu", dtype="float32", max_total_tokens=512)
+def engine(checkpoints: Checkpoints) -> Engine:
+    engine = Engine(checkpoints(INTERPRETED), device="cpu", dtype="float32", max_total_tokens=512)
     assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"
     return engine
 

@@ -19,11 +19,11 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from harness.batches import batch_of
+from harness.fixtures import Checkpoints
 from harness.forwards import INTERPRETED_ENGINE
 from harness.layer_rows import TWO_POOLS
 from harness.observe import TOLERANCE
 from sglang_gemma4_reference import interpreter, releases
-from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
 from sglang_gemma4_reference.host_reads import counted
 from sglang_gemma4_yoco import compat, counters, log
@@ -36,9 +36,8 @@ WINDOW = TWO_POOLS.sliding_window
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), TWO_POOLS)
-    engine = Engine(checkpoint, **INTERPRETED_ENGINE)
+def engine(checkpoints: Checkpoints) -> Engine:
+    engine = Engine(checkpoints(TWO_POOLS), **INTERPRETED_ENGINE)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
     return engine
 
