@@ -164,9 +164,7 @@ def test_rows_that_round_differently(captured: Engine, monkeypatch: pytest.Monke
         output = stock(state, plan, *args)
         rows = get_rows(output)
         kept = rows.index_select(0, plan.kept_batch.index)
-        share = torch.rand(kept.shape, generator=draw) - 0.5
-        rounded = kept.float() * (1 + share * torch.finfo(rows.dtype).eps)
-        rows.index_copy_(0, plan.kept_batch.index, rounded.to(rows.dtype))
+        rows.index_copy_(0, plan.kept_batch.index, perturb(kept, draw))
         return output
 
     monkeypatch.setattr(cut, "run_prefill", prefill)

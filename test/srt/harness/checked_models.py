@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from harness import checking
+from harness.batches import tokens
 from harness.breakages import BREAKAGES
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import state_of
@@ -164,19 +165,15 @@ def kinds(count: int, seed: int) -> list[dict[str, Any]]:
     return found
 
 
-def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
+def traffic(draws: random.Random) -> list[Prompt]:
     """Return one to four requests: prefixes, lengths around the window, input log-probabilities."""
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(draws.randrange(vocabulary // 10, vocabulary) for _ in range(count))
-
     prompts = []
     for _ in range(draws.randint(1, 4)):
         cached, new = draws.choice((0, 0, 3, 30, 70)), draws.randint(2, 60)
         start = -1
         if draws.random() < 0.2:
             start = cached + draws.randrange(new)
-        prompts.append(Prompt(ids(cached), ids(new), logprob_start=start))
+        prompts.append(Prompt(tokens(draws, cached), tokens(draws, new), logprob_start=start))
     return prompts
 
 
@@ -185,7 +182,7 @@ def audit_traffic(engine: Engine, draws: random.Random, number: int, result: Res
     reset_log()
     with checking.audited(engine):
         for _ in range(number):
-            batch = engine.schedule(traffic(draws, engine.text_model.config.vocab_size))
+            batch = engine.schedule(traffic(draws))
             with switched("1"):
                 engine.forward(batch, intermediate=draws.random() < 0.15)
     result.audited = sum(checking.counts())

@@ -15,9 +15,15 @@ import torch
 from sglang_gemma4_reference.engine import Engine
 
 
+def perturb(rows: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Return rows whose rounding differs by up to eps / 2 more."""
+    share = torch.rand(rows.shape, generator=draw) - 0.5
+    return (rows.float() * (1 + share * torch.finfo(rows.dtype).eps)).to(rows.dtype)
+
+
 @contextmanager
 def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
-    """Perturb the rounding of attention and FFN in the tail's layers: by up to eps / 2 more.
+    """Perturb the rounding of attention and FFN in the tail's layers.
 
     The tail begins in the donor, in which the cut is.
     """
@@ -25,8 +31,7 @@ def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
     draw = torch.Generator().manual_seed(seed)
 
     def rounded(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        share = torch.rand(output.shape, generator=draw) - 0.5
-        return (output.float() * (1 + share * torch.finfo(output.dtype).eps)).to(output.dtype)
+        return perturb(output, draw)
 
     with ExitStack() as hooks:
         for layer in engine.text_model.layers[first_cut:]:
