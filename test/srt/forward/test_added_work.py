@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from pathlib import Path
 from types import CodeType
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from harness.call_sites import is_of_package
 from harness.forwards import TWO_PROMPTS, assert_fast
 from harness.observe import run
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.models import gemma4
 
@@ -28,10 +28,10 @@ def test_a_cut_prefill_enters_few_functions_of_the_package(engine: Engine) -> No
     """Planning is included, and checks eligibility once; lambdas and generators count too."""
     scheduled = engine.schedule(TWO_PROMPTS)
     assert_fast(engine)  # the first one is logged
-    package, entered = Path(settings.__file__).parent, Counter[CodeType]()
+    entered = Counter[CodeType]()
 
     def entering(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(package):
+        if event == "call" and is_of_package(frame.f_code.co_filename):
             entered[frame.f_code] += 1
 
     sys.setprofile(entering)

@@ -18,7 +18,6 @@ the next decode step, the free slots, and every attribute of what outlives a for
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,8 +29,9 @@ import pytest
 import torch
 from sglang.srt.model_executor import forward_context
 
+from harness import call_sites
 from harness.batches import batch_of
-from harness.call_sites import PACKAGE, SGLANGS, call_of, is_of_package
+from harness.call_sites import PACKAGE, SGLANGS, is_of_package
 from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, InjectedError, backends_of, outcomes, state_of, times
@@ -104,25 +104,16 @@ def phase_of(frame: Any) -> str | None:
     return None
 
 
-@contextmanager
-def watched(on_site: Callable[[Site], None]) -> Iterator[None]:
+def watched(on_site: Callable[[Site], None]) -> AbstractContextManager[None]:
     """Call ``on_site`` before each site in the ``with`` block; its line sees what that raises."""
 
-    def profiler(*event: Any) -> None:
-        call = call_of(*event)
-        if call is None:
-            return
-        caller, callee = call
+    def note(caller: Any, callee: str) -> None:
         phase = phase_of(caller)
         if phase is not None and callee != AN_ANSWER:
             file = caller.f_code.co_filename.removeprefix(PACKAGE)
             on_site(Site(phase, file, caller.f_lineno, callee))
 
-    sys.setprofile(profiler)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
+    return call_sites.watched(note)
 
 
 @contextmanager

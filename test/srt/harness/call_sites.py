@@ -11,6 +11,8 @@ import functools
 import gc
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ def is_of_python(file: str) -> bool:
     )
 
 
-def call_of(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
+def _call_of(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
     """Return the calling frame and the callee's name of a profiler's event, or None.
 
     Args:
@@ -61,3 +63,22 @@ def call_of(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
     if called.__module__ in sys.stdlib_module_names or hasattr(builtins, name.split(".")[0]):
         return None
     return frame, name
+
+
+@contextmanager
+def watched(on_call: Callable[[Any, str], object]) -> Iterator[None]:
+    """Call ``on_call`` before each call of the package in the ``with`` block.
+
+    It gets the calling frame and the callee's name; the calling line sees what it raises.
+    """
+
+    def profiler(*event: Any) -> None:
+        call = _call_of(*event)
+        if call is not None:
+            on_call(*call)
+
+    sys.setprofile(profiler)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

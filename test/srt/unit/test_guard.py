@@ -22,7 +22,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
-from harness.call_sites import call_of, is_of_package
+from harness.call_sites import is_of_package, watched
 from harness.fixtures import Said
 from harness.forwards import InjectedError
 from sglang_gemma4_reference.engine import reset_log
@@ -117,21 +117,16 @@ def run_watched(place: tuple[Any, str], on_site: Callable[[str], object]) -> Non
         calls.append(place)
         return result
 
-    def profiler(*event: Any) -> None:
-        caller, callee = call_of(*event) or (None, "")
-        if caller is not None and not callee.endswith(stock.__qualname__):
+    def note(caller: Any, callee: str) -> None:
+        if not callee.endswith(stock.__qualname__):
             on_site(f"{caller.f_code.co_filename}:{caller.f_lineno} calls {callee}")
 
     method, given = WRAPS[place](stock), another_server(place[1])
     metrics_client = mock.patch.multiple(
         prometheus_client, Counter=mock.DEFAULT, Gauge=mock.DEFAULT
     )
-    with metrics_client, mock.patch.object(counters.served, "observers", []):
-        sys.setprofile(profiler)
-        try:
-            assert method(*given) is result
-        finally:
-            sys.setprofile(None)
+    with metrics_client, mock.patch.object(counters.served, "observers", []), watched(note):
+        assert method(*given) is result
     assert calls == [place]
 
 
