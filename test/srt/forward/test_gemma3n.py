@@ -27,11 +27,10 @@ from harness.checking import (
     assert_keys_have_their_scale,
     checked,
     find_defect,
-    result_of_check,
 )
-from harness.decode_graphs import record_tail
+from harness.decode_graphs import assert_tail_is_replayed
 from harness.fixtures import Change
-from harness.forwards import CHUNKS, ENGINE, assert_fast, assert_stock, state_of
+from harness.forwards import CHUNKS, ENGINE, assert_fast, assert_stock
 from harness.observe import assert_same_cache, run
 from harness.random_batches import KINDS, assert_cut
 from harness.stand_ins import prefill_graphs
@@ -224,8 +223,4 @@ def test_in_bf16_with_sharp_attention(tmp_path: Path) -> None:
 
 
 def test_a_captured_tail(checkpoint: Path) -> None:
-    engine = Engine(checkpoint, **ENGINE, cuda_graph_bs_decode=[4])
-    record_tail(engine, 4)
-    assert result_of_check(state_of(engine))["unchecked"] is None
-    for prompts in (batch_of((0, 40)), BATCHES["three, two of them cached"]):
-        assert_fast(engine, prompts, replays=True)
+    assert_tail_is_replayed(checkpoint)

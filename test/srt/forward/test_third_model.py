@@ -18,10 +18,10 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.plugins import load_plugins
 
 from harness import third_model, third_yoco
-from harness.batches import BATCHES, batch_of
-from harness.checking import assert_audited, checked
-from harness.decode_graphs import record_tail
-from harness.forwards import ENGINE, assert_fast, state_of
+from harness.batches import BATCHES
+from harness.checking import assert_audited
+from harness.decode_graphs import assert_tail_is_replayed
+from harness.forwards import ENGINE, state_of
 from harness.random_batches import KINDS, assert_cut
 from sglang_gemma4_reference.checkpoint import build_tokenizer
 from sglang_gemma4_reference.engine import Engine
@@ -95,9 +95,4 @@ def test_audits(engine: Engine) -> None:
 
 
 def test_a_captured_tail(checkpoint: Path) -> None:
-    model = third_model.ThirdTextModel
-    engine = Engine(checkpoint, text_model=model, **ENGINE, cuda_graph_bs_decode=[4])
-    record_tail(engine, 4)
-    assert checked(engine).agrees
-    for prompts in (batch_of((0, 40)), BATCHES["three, two of them cached"]):
-        assert_fast(engine, prompts, replays=True)
+    assert_tail_is_replayed(checkpoint, text_model=third_model.ThirdTextModel)

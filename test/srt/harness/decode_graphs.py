@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from harness.forwards import state_of
+from harness.batches import BATCHES, batch_of
+from harness.checking import checked
+from harness.forwards import ENGINE, assert_fast, state_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_reference.recorder import tensors_in
@@ -47,6 +50,15 @@ def record_tail(engine: Engine, rows: int) -> TailGraphs:
     assert isinstance(captured, TailGraphs), state.report
     assert captured.sizes[-1] == rows
     return captured
+
+
+def assert_tail_is_replayed(checkpoint: Path, **arguments: Any) -> None:
+    """Assert that an engine that captures its tail passes its check, and replays it for prompts."""
+    engine = Engine(checkpoint, **ENGINE, **arguments, cuda_graph_bs_decode=[4])
+    record_tail(engine, 4)
+    assert checked(engine).agrees
+    for prompts in (batch_of((0, 40)), BATCHES["three, two of them cached"]):
+        assert_fast(engine, prompts, replays=True)
 
 
 def static_tensors(engine: Engine) -> list[torch.Tensor]:
