@@ -192,6 +192,12 @@ def test_one_row_of_each_request(
     assert tail.sizes == (1, 2, 4)
 
 
+def test_more_rows_than_the_largest_graph_has(engine: Engine, tail: TailGraphs) -> None:
+    """Other tails that are not replayed: ``server/test_workload``."""
+    assert_fast(engine, batch_of((0, 9), (3, 5), (40, 2), (0, 33), (7, 1)))
+    assert outcomes() == {counters.TAIL_EAGER: 1}
+
+
 # ---------------------------------------------------------------- host work and memory
 
 

@@ -28,6 +28,7 @@ from harness import prefill_exits
 from harness.batches import batch_of
 from harness.fixtures import Said
 from harness.forwards import ENGINE, state_of
+from harness.layer_rows import FIRST_CUT
 from harness.observe import without_padding
 from harness.prefill_exits import RECORDED, assert_served_alike, run
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu

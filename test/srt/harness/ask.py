@@ -208,12 +208,14 @@ def generate(
     return [_answer(reply, new_tokens) for reply in listed(replies)]
 
 
-def outputs(server: Server, prompt: Any, **sampling: Any) -> list[list[int]]:
+def outputs(server: Server, prompt: Any, processor: Any = None, **sampling: Any) -> list[list[int]]:
     """Return the token ids of every answer to one prompt, or to a batch of them.
 
     These request no log-probabilities; SGLang mixes decode steps only with chunks of such requests.
+    ``processor`` is a custom one of their logits.
     """
-    replies = server.generate(input_ids=prompt, sampling_params=GREEDY | sampling)
+    how = {"sampling_params": GREEDY | sampling, "custom_logit_processor": processor}
+    replies = server.generate(input_ids=prompt, **how)
     return [reply["output_ids"] for reply in listed(replies)]
 
 

@@ -21,7 +21,6 @@ from harness.ask import (
     tokens,
 )
 from harness.documented import sample
-from harness.layer_rows import FIRST_CUT
 from harness.server import CAPTURED_ROWS as ROWS
 from harness.server import CHUNK, Pair, Server
 from sglang_gemma4_yoco import counters, metrics
@@ -31,17 +30,6 @@ from sglang_gemma4_yoco.core import eligibility
 @pytest.fixture
 def both_servers(captured_server: Server, off_server: Server) -> Pair:
     return captured_server, off_server
-
-
-def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
-    captured, stock = both_servers
-    generate(captured, tokens(50, seed=1))
-    [line] = captured.log_lines("the tail is captured from")
-    rows = ", ".join(map(str, ROWS))
-    assert f"from layer {FIRST_CUT} on for {rows} rows in " in line
-    [process] = captured.states()
-    assert process[metrics.SERVER_INFO_ENTRY]["tail"] == f"captured for up to {ROWS[-1]} rows"
-    assert not stock.log_lines("the tail is captured from")
 
 
 def general(line: str) -> str:

@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from harness.ask import (
+    assert_alike,
     assert_ranks_alike,
-    assert_same_answers,
     assert_same_traffic,
     chat,
-    compare,
     generate,
     one_by_one,
     over_a_chunk_boundary,
@@ -28,7 +27,7 @@ from harness.ask import (
     tokens,
     traffic,
 )
-from harness.layer_rows import FIRST_CUT, rows_and_replays
+from harness.layer_rows import FIRST_CUT, assert_all_fast
 from harness.server import (
     CAPTURED_ROWS,
     CHUNK,
@@ -41,11 +40,11 @@ from harness.server import (
 )
 from sglang_gemma4_reference import workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY
-from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import counters, metrics
 from sglang_gemma4_yoco.prefill_exits.graph_exits import TAIL_NOT_CAPTURED
 
 A = TypeVar("A")
+EXITS: dict[str, Any] = {"captured": CAPTURED_ROWS, "buckets": EXIT_BUCKETS}
 
 
 @pytest.fixture(
@@ -70,12 +69,6 @@ def both_servers(
 # -- paths of forwards -----------------------------------------------------------------------
 
 
-def assert_as_due(prefills: list[Prefill]) -> None:
-    for prefill in prefills:
-        due = rows_and_replays(prefill, captured=CAPTURED_ROWS, buckets=EXIT_BUCKETS)
-        assert (prefill.rows, prefill.replays) == due, prefill
-
-
 def forwards(server: Server) -> Counter[str]:
     """Return the prefill forwards so far by outcome, as the server counts them."""
     return Counter(server.states()[0][metrics.SERVER_INFO_ENTRY]["forwards"])
@@ -84,9 +77,7 @@ def forwards(server: Server) -> Counter[str]:
 def through_exits(servers: Pair, ask: Callable[[Server], list[A]]) -> Counter[str]:
     """Assert equal answers and the due path of each forward; return the outcomes."""
     before = forwards(servers[0])
-    both = compare(servers, ask)
-    assert_as_due(both.prefills)
-    assert_same_answers(both)
+    both = assert_alike(servers, ask, **EXITS)
     assert_ranks_alike(both.prefills, servers[0].resolved("tp_size"))
     return forwards(servers[0]) - before
 
@@ -148,7 +139,7 @@ def test_random_traffic(both_servers: Pair, count: int) -> None:
     answers, wanted = traffic(server, requests, 12), traffic(stock, requests, 12)
     assert_same_traffic(requests, wanted, answers, stock)
     prefills, counted = server.prefills(since=mark), forwards(server) - before
-    assert_as_due(prefills)
+    assert_all_fast(prefills, **EXITS)
     assert any(prefill.multimodal for prefill in prefills)
     assert counted[counters.EXIT_CAPTURED] >= count / 10
     assert counted[counters.EXIT_SKIPPED] >= count / 20

@@ -34,11 +34,11 @@ from harness.ask import (
     compare,
     generate,
     one_by_one,
+    outputs,
     over_a_chunk_boundary,
     picture,
     tokens,
 )
-from harness.disaggregated import listed
 from harness.layer_rows import CHUNK_KEPT, cut
 from harness.server import CHUNK, Pair, Server
 from sglang_gemma4_reference.tail_failures import slow_prefills
@@ -88,16 +88,10 @@ class ChunkReader(CustomLogitProcessor):
         return logits
 
 
-def ask_chunks(server: Server, prompts: Any, processor: str | None = None, **sampling: Any) -> Any:
-    """Return the token ids of the answers to prompts."""
-    how = {"sampling_params": GREEDY | sampling, "custom_logit_processor": processor}
-    return [reply["output_ids"] for reply in listed(server.generate(input_ids=prompts, **how))]
-
-
 def test_custom_logit_processor(chunking: Pair) -> None:
     """SGLang calls it on the logits of each chunk, so each chunk keeps its last row."""
     how = {"processor": ChunkReader.to_str(), "custom_params": {}}
-    both = compare(chunking, lambda server: ask_chunks(server, CHUNKS, **how))
+    both = compare(chunking, lambda server: outputs(server, CHUNKS, **how))
     assert both.on == both.off
     assert [rows[-1] for rows in both.rows] == [1, 1, 1]
 
@@ -120,7 +114,7 @@ def test_who_discards_what_is_sampled_from_chunks(chunking: Pair, name: str) -> 
     """
     other = {"processor": ChunkReader.to_str(), "custom_params": {"token": TOKEN}}
     for prompts in ([tokens(30, seed=36), CHUNKS], CHUNKS):
-        ask: Any = partial(ask_chunks, prompts=prompts, **DISCARDING[name])
+        ask: Any = partial(outputs, prompt=prompts, **DISCARDING[name])
         both = compare(chunking, ask)
         chunking[1].forget_prefixes()
         assert both.on == both.off == ask(chunking[1], **other)
