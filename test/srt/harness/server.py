@@ -16,7 +16,7 @@ import sglang_gemma4_yoco
 from harness import forked
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco import metrics, settings
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.verify import servers
 
@@ -216,6 +216,10 @@ class Server(servers.Server):
         for other in others:
             assert other == first, (argument, first, others)
         return first
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Return what each scheduler says of the fast path in /server_info."""
+        return [state[metrics.SERVER_INFO_ENTRY] for state in self.states()]
 
     def load(self) -> dict[str, int]:
         """Return how many requests are ``running`` and ``waiting``, by the scheduler's count."""

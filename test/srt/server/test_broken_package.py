@@ -9,7 +9,6 @@ import pytest
 from harness.ask import generate, tokens
 from harness.layer_rows import assert_all_stock
 from harness.server import changed_package, running
-from sglang_gemma4_yoco import metrics
 from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.commands.main import main
 
@@ -40,8 +39,7 @@ def test_it_is_found_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
         prompt, mark = tokens(90, seed=1), server.mark()
         generate(server, prompt)
         assert_all_stock(server.prefills(since=mark))
-        [scheduler] = server.states()
-        state = scheduler[metrics.SERVER_INFO_ENTRY]
+        [state] = server.reports()
         assert (state["active"], state["reason"]) == (False, check.CHECK_FAILED.text)
         assert state["check"]["largest_difference"] > 10 * state["check"]["allowed"]
         assert main(["status", server.url]) == 1

@@ -50,8 +50,7 @@ def keys_and_types(state: dict[str, Any]) -> dict[str, Any]:
 def test_the_sample_in_the_documents(captured_server: Server) -> None:
     """A server's entry has the sample's keys and types."""
     generate(captured_server, tokens(50, seed=2))
-    [process] = captured_server.states()
-    state = process[metrics.SERVER_INFO_ENTRY]
+    [state] = captured_server.reports()
     [shown] = json.loads(sample("status").rpartition("\n")[0])
     assert keys_and_types(state) == keys_and_types(shown)
     for name in ("cut", "tail"):

@@ -40,7 +40,6 @@ from harness.server import (
 )
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.checkpoint import E2B_TINY
-from sglang_gemma4_yoco import metrics
 from sglang_gemma4_yoco.captured import lifecycle
 
 pytestmark = pytest.mark.release
@@ -71,7 +70,7 @@ def both_roles(
 
 def tail(server: Server) -> str:
     """Return what the server says of its tail."""
-    return str(server.states()[0][metrics.SERVER_INFO_ENTRY]["tail"])
+    return str(server.reports()[0]["tail"])
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def both_servers(
 
 def forwards(server: Server) -> Counter[str]:
     """Return the prefill forwards so far by outcome, as the server counts them."""
-    return Counter(server.states()[0][metrics.SERVER_INFO_ENTRY]["forwards"])
+    return Counter(server.reports()[0]["forwards"])
 
 
 def through_exits(servers: Pair, ask: Callable[[Server], list[A]]) -> Counter[str]:
@@ -102,8 +102,7 @@ def test_what_it_says(both_servers: Pair) -> None:
     assert server.log_lines("falls back to stock for this server") == []
     assert "Traceback" not in server.log_since_ready()
     assert not stock.log_lines("is repaired")
-    for process in server.states():
-        state = process[metrics.SERVER_INFO_ENTRY]
+    for state in server.reports():
         assert (state["active"], state["reason"]) == (True, None)
         assert where in state["exits"]
         found = state["exits_check"]

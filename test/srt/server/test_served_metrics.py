@@ -65,8 +65,7 @@ def test_forwards_and_rows(measured: Server) -> None:
 
 def test_server_info_has_the_same_numbers(measured: Server) -> None:
     forwards = series(measured, FORWARDS, "outcome")
-    for process in measured.states():
-        state = process[metrics.SERVER_INFO_ENTRY]
+    for state in measured.reports():
         assert state["version"] == __version__
         assert state["active"] is True
         assert state["reason"] is None
@@ -85,8 +84,7 @@ def test_audits(measured: Server) -> None:
     [worst] = samples(measured)[WORST]
     assert worst.labels["tp_rank"] == "0"
     assert 0 < worst.value < 0.5  # half of the tolerance
-    for process in measured.states():
-        state = process[metrics.SERVER_INFO_ENTRY]
+    for state in measured.reports():
         assert state["audits"]["agrees"] == cut
         assert state["audits"]["worst"] == pytest.approx(worst.value)
         assert state["check"]["largest_difference"] <= state["check"]["allowed"]

@@ -12,7 +12,7 @@ import pytest
 from harness.ask import generate, tokens
 from harness.layer_rows import assert_all_stock
 from harness.server import CAPTURED_ARGUMENTS, CAPTURED_GRAPHS, changed_package, running
-from sglang_gemma4_yoco import compat, metrics, settings
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.admission import arguments
 from sglang_gemma4_yoco.commands.main import main
 
@@ -32,8 +32,7 @@ def test_a_server_of_an_untested_release(
         mark = server.mark()
         generate(server, tokens(90, seed=1))
         prefills = server.prefills(since=mark)
-        [scheduler] = server.states()
-        state, status = scheduler[metrics.SERVER_INFO_ENTRY], main(["status", server.url])
+        [state], status = server.reports(), main(["status", server.url])
         said = capsys.readouterr().out
         lines = server.log_lines(f"SGLang {compat.release.INSTALLED} ")
     assert_all_stock(prefills)
