@@ -17,7 +17,6 @@ different file.
 from __future__ import annotations
 
 import io
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from typing import Any
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
 from scripts.command_line import new_parser
-from scripts.result_files import RESULTS, load_results
+from scripts.result_files import RESULTS, load_predictions, load_results
 
 #: The fields of a prediction that are drawn.
 DRAWN = ("tokens", "ratio", "low", "high")
@@ -82,7 +81,7 @@ def draw_measured(axes: Any) -> None:
 
 def draw_predicted(axes: Any) -> None:
     """Draw the model's predictions for an H200, and measurements on GPUs."""
-    document = json.loads(RESULTS.with_name("predicted.json").read_text())
+    document = load_predictions()
     for model, colour in (("E2B", "C0"), ("E4B", "C1")):
         cases = [case for case in document["H200"] if case["model"] == model]
         lengths, ratios, low, high = ([case[x] for case in cases] for x in DRAWN)

@@ -17,6 +17,7 @@ from scripts.environment import REPO
 from sglang_gemma4_yoco.commands.console import say
 
 RESULTS = REPO / "benchmark" / "results"
+PREDICTED = RESULTS.with_name("predicted.json")
 #: Name of the simulated GPU (test/srt/rehearsal): nothing is measured there.
 REHEARSAL = "rehearsal"
 
@@ -61,6 +62,11 @@ def load_results(pattern: str) -> list[dict[str, Any]]:
     for path in sorted(RESULTS.glob(pattern)):
         found.append(json.loads(path.read_text()) | {"file": path.name})
     return found
+
+
+def load_predictions() -> Any:
+    """Return the file that ``bench/predict.py`` writes."""
+    return json.loads(PREDICTED.read_text())
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -28,7 +28,7 @@ sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its 
 
 from scripts.command_line import new_parser
 from scripts.environment import REPO
-from scripts.result_files import RESULTS, load_results
+from scripts.result_files import RESULTS, load_predictions, load_results
 from sglang_gemma4_yoco.commands.console import say
 
 if TYPE_CHECKING:
@@ -359,8 +359,7 @@ def list_predicted(part: str, columns: Sequence[str], lengths: Sequence[int] = (
     Args:
         lengths: prompt lengths in tokens; empty for all.
     """
-    document = json.loads((RESULTS.parent / "predicted.json").read_text())
-    for case in document[part]:
+    for case in load_predictions()[part]:
         if lengths and case["tokens"] not in lengths:
             continue
         if case.keys() >= set(columns):
@@ -374,8 +373,7 @@ def list_others() -> Rows:
     largest.
     """
     found = defaultdict[str, list[Document]](list)
-    measured = json.loads((RESULTS.parent / "predicted.json").read_text())["cases"]
-    for case in sorted(measured, key=itemgetter("ratio")):
+    for case in sorted(load_predictions()["cases"], key=itemgetter("ratio")):
         if case["source"]:
             found[case["source"]].append(case)
     for cases in found.values():

@@ -34,11 +34,9 @@ from typing import Any
 sys.path.insert(0, __file__.rpartition("/scripts/")[0])  # it may be run by its path
 
 from scripts.command_line import new_parser
-from scripts.result_files import RESULTS, begin_result, origin, write_result
+from scripts.result_files import PREDICTED, RESULTS, begin_result, origin, write_result
 from sglang_gemma4_yoco.commands.console import say
 
-BENCHMARK = RESULTS.parent
-PREDICTED = BENCHMARK / "predicted.json"
 #: Tokens that a prompt shares with earlier ones and that are cached, and tokens of its own.
 PREFIX, OWN = 1500, (200, 1000, 2000, 6000)
 LENGTHS = (32, 128, 512, 1024, 2048, 4096, 8192, 32768)
@@ -81,7 +79,7 @@ def list_cases() -> list[Any]:
     cases = []
     for entry in MODEL["own"]:
         cases += read_results(entry)
-    others = tomllib.loads((BENCHMARK / "others.toml").read_text())["measured"]
+    others = tomllib.loads(RESULTS.with_name("others.toml").read_text())["measured"]
     return cases + [new_case(**entry) for entry in others]
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from scripts.bench import predict, prefill_model
-from scripts.result_files import RESULTS, load_results
+from scripts.result_files import RESULTS, load_predictions, load_results
 
 CLOSE = 0.15
 #: Nothing is fitted on a CPU: attention reaches what a matrix product does, and PyTorch needs about
@@ -39,14 +38,9 @@ def test_on_a_cpu() -> None:
     assert max(map(abs, found)) < CLOSE
 
 
-def written() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(predict.PREDICTED.read_text())
-    return document
-
-
 def test_on_a_gpu() -> None:
     """The ratios of our prefills on the H200 and, where the device limits it, stock's time."""
-    values, found = SimpleNamespace(**written()["fitted"]), []
+    values, found = SimpleNamespace(**load_predictions()["fitted"]), []
     for case in predict.list_cases():
         if case.file and case.what == "forward" and case.ways[1] != "stock replayed":
             off, on = prefill_model.predict(case, values)
@@ -69,6 +63,6 @@ def test_leave_one_out() -> None:
 
 def test_what_is_written_is_of_these_measurements() -> None:
     """If this fails: run ``predict.py``."""
-    for case, known in zip(predict.list_cases(), written()["cases"], strict=True):
+    for case, known in zip(predict.list_cases(), load_predictions()["cases"], strict=True):
         for name in ("name", "ratio", "tokens"):
             assert getattr(case, name) == known[name]
