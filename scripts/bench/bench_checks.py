@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import multiprocessing
 import os
 import sys
-import threading
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
@@ -48,24 +46,12 @@ ENOUGH = 4.0  # every defect's error must exceed this multiple of its bound
 INFINITE = "infinite"  # in a result file, since JSON has no infinity
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def watch_parent() -> None:
-    """End this process when its parent ends, even by SIGKILL."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
 def in_a_process_of_its_own(group: Group) -> list[Result]:
     """Return the results of all models of a group, computed in a separate process."""
-    from harness import checked_models
+    from harness import checked_models, forked
 
     spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawning, watch_parent) as process:
+    with ProcessPoolExecutor(1, spawning, forked.end_with_parent) as process:
         return process.submit(checked_models.judged, group).result()
 
 
@@ -97,17 +83,13 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def finite(value: Any) -> Any:
-    """Return ``value`` for JSON, with ``INFINITE`` for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return list(map(finite, value))
-    if not isinstance(value, float):
-        return value
-    if math.isfinite(value):
-        return float(f"{value:.3g}")
-    return INFINITE
+def finite(document: Any) -> Any:
+    """Return a document for JSON: rounded, with ``INFINITE`` for numbers that are not finite."""
+    return json.loads(
+        json.dumps(document),
+        parse_float=lambda number: float(f"{float(number):.3g}"),
+        parse_constant=lambda _: INFINITE,
+    )
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -148,7 +130,7 @@ def main() -> int:
     good = not any(counts["false_alarms"].values())
     for name, one in counts["breakages"].items():
         print(f"{name:45} {one['models']:4} models, at least {one['smallest']:.3g} times")
-        good = good and one["smallest"] > ENOUGH
+        good &= one["smallest"] > ENOUGH
     print(json.dumps(document))
     return int(not good)
 

@@ -144,7 +144,7 @@ def _fork_a_fork_server() -> None:
         address = listener.getsockname()
         server = os.fork()
         if server == 0:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent()
             signal.signal(signal.SIGQUIT, lambda *_: os.kill(os.getppid(), signal.SIGQUIT))
             os.close(held)
             forkserver.main(os.dup(listener.fileno()), alive, [])
@@ -164,6 +164,11 @@ def _fork_a_fork_server() -> None:
         **of_a_child(name),
         "environment": _Environment(os.environ),
     }
+
+
+def end_with_parent() -> None:
+    """End this process when the thread that started it ends, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Environment(dict[str, str]):
