@@ -91,11 +91,9 @@ def _cpu_segments() -> list[Any]:
 
 def _launchers() -> list[tuple[Any, str]]:
     """Return the methods by which Triton launches kernels, compiled and interpreted."""
-    try:
-        from triton.runtime.interpreter import GridExecutor
-        from triton.runtime.jit import JITFunction
-    except ImportError:
-        return []
+    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.jit import JITFunction
+
     return [(JITFunction, "run"), (GridExecutor, "__call__")]
 
 

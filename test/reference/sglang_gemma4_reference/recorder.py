@@ -389,11 +389,8 @@ def _name(function: Any) -> str:
 @contextmanager
 def _interpreted_kernels_as_nodes(recording: Recording) -> Iterator[None]:
     """Record each launch of a kernel in Triton's interpreter as one node."""
-    try:
-        from triton.runtime.interpreter import GridExecutor
-    except ImportError:
-        yield
-        return
+    from triton.runtime.interpreter import GridExecutor
+
     stock = GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
