@@ -366,7 +366,7 @@ def rows_of_forward(engine: Any, batch: Any) -> list[int]:
     with ExitStack() as span:
         for layer in engine.text_model.layers:
             hook = layer.mlp.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[0]))
-            span.callback(hook.remove)
+            span.enter_context(hook)
         timed(engine, batch, "on")
     return rows + [0] * (len(engine.text_model.layers) - len(rows))
 
@@ -579,9 +579,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     from sglang_gemma4_yoco.core.state import ModelState
     from sglang_gemma4_yoco.models import registry
 
-    def stock(
-        self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None
-    ) -> None:
+    def stock(*_: Any) -> None:
         pass
 
     def taken(forward: Callable[..., Any], backend: IdleBackend, forward_batch: Any) -> float:

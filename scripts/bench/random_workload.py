@@ -218,7 +218,7 @@ def main() -> int:
             say(f"{one.name}: {one.seconds:.0f} s, {one.forwards}, {len(one.problems)} problems")
             for problem in one.problems[:20]:
                 say(f"- {problem}")
-            document["passed"] = document["passed"] and not one.problems
+            document["passed"] &= not one.problems
             document["passes"].append(asdict(one))
             if comparison is not None:
                 document["comparisons"].append(asdict(comparison))

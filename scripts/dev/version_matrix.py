@@ -82,9 +82,14 @@ def try_release(version: str, folder: Path, override: str | None = None) -> dict
         overrides.write_text(override + "\n")
         variables.append(f"UV_OVERRIDE={overrides}")
     good = run("env", *variables, sys.executable, script, *which, "--", *tests, *options)
-    found: dict[str, Any] = {"sglang": version, "passed": 0, "skipped": 0, "failed": int(not good)}
+    found: dict[str, Any] = {
+        "sglang": version,
+        "passed": 0,
+        "skipped": 0,
+        "failed": int(not good),
+        "types": "failed",
+    }
     python = venv / "bin" / "python"
-    found["types"] = "failed"
     if python.exists() and run(python, REPO / "scripts" / "dev" / "package_types.py"):
         found["types"] = "passed"
     if report.exists():
@@ -92,9 +97,10 @@ def try_release(version: str, folder: Path, override: str | None = None) -> dict
         found |= json.loads(about.stdout)
         for suite in ElementTree.parse(report).iter("testsuite"):
             broken = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-            found["skipped"] += int(suite.get("skipped", 0))
+            skipped = int(suite.get("skipped", 0))
+            found["skipped"] += skipped
             found["failed"] = max(found["failed"], broken)
-            found["passed"] += int(suite.get("tests", 0)) - int(suite.get("skipped", 0)) - broken
+            found["passed"] += int(suite.get("tests", 0)) - skipped - broken
     shutil.rmtree(venv, ignore_errors=True)
     return found | checkout()
 

@@ -36,5 +36,5 @@ def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
     with ExitStack() as hooks:
         for layer in engine.text_model.layers[first_cut:]:
             for part in (layer.self_attn, layer.mlp):
-                hooks.callback(part.register_forward_hook(rounded).remove)
+                hooks.enter_context(part.register_forward_hook(rounded))
         yield
