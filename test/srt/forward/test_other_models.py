@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -19,7 +18,7 @@ from harness.batches import new_rows
 from harness.fixtures import Change, Checkpoints
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock, state_of
 from harness.observe import run
-from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_reference.checkpoint import E2B_TINY, config_dict, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.admission import arguments, order
@@ -129,19 +128,18 @@ def test_a_derived_text_model_that_is_trusted(
     restarted()
 
 
-def test_experts_in_the_tail_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_experts_in_the_tail_are_refused(tmp_path: Path) -> None:
     """No published Gemma 4 has both shared layers and a mixture of experts."""
-    shutil.copytree(tiny_checkpoint, tmp_path / "experts")
-    file = tmp_path / "experts" / "config.json"
-    config = json.loads(file.read_text())
+    write_checkpoint(tmp_path, E2B_TINY, weights=False)
+    config = config_dict(E2B_TINY)
     config["text_config"] |= {
         "enable_moe_block": True,
         "num_experts": 4,
         "top_k_experts": 2,
         "moe_intermediate_size": 32,
     }
-    file.write_text(json.dumps(config))
-    engine = Engine(tmp_path / "experts", **ENGINE, load_format="dummy")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = Engine(tmp_path, **ENGINE, load_format="dummy")
     assert engine.text_model.layers[-1].moe is not None
     assert state_of(engine).off_because == ServerRefusal(EXPERTS)
     assert_stock(engine, EXPERTS)

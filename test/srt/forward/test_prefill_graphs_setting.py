@@ -219,23 +219,25 @@ def test_a_platform_without_captured_prefills(
 
 
 def test_what_else_is_known_before_the_start(models: Path, said: Said) -> None:
-    with envs.SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION.override(True):
-        assert prefill_of(resolve(models / "E2B"))[0] == DISABLED
-    with mock.patch.object(compat.release, "has_exits", return_value=False):
-        assert prefill_of(resolve(models / "E4B"))[0] == DISABLED
-    with envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.override(True):
-        assert prefill_of(resolve(models / "E2B"))[0] == DISABLED
-    # With --enable-memory-saver their capture then raises, which ends the start of several ranks.
-    with envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.override(True):
-        assert prefill_of(resolve(models / "E2B"))[0] == DISABLED
-    lines = said(logging.WARNING)
-    reasons = (
-        compat.server.POSITIONS_VARIABLE,
-        arguments_resolved.NOT_THERE,
-        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
-        "SGLang's memory saver",
-    )
-    assert all(reason in line for reason, line in zip(reasons, lines, strict=True))
+    spans = {
+        compat.server.POSITIONS_VARIABLE: (
+            envs.SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION.override(True)
+        ),
+        arguments_resolved.NOT_THERE: (
+            mock.patch.object(compat.release, "has_exits", return_value=False)
+        ),
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.override(
+            True
+        ),
+        # With --enable-memory-saver their capture then raises, which ends the start of several
+        # ranks.
+        "SGLang's memory saver": envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.override(True),
+    }
+    for span in spans.values():
+        with span:
+            assert prefill_of(resolve(models / "E2B"))[0] == DISABLED
+    for reason, line in zip(spans, said(logging.WARNING), strict=True):
+        assert reason in line
 
 
 @pytest.mark.parametrize(
@@ -336,6 +338,15 @@ def captured_prefills() -> int:
     return sum(isinstance(one, RecordedPrefill) for one in gc.get_objects())
 
 
+def start_eagerly(checkpoint: Path) -> Engine:
+    """Start an engine; assert that it keeps no captured prefill."""
+    before = captured_prefills()
+    engine = start(checkpoint)
+    assert isinstance(engine.runner.prefill_cuda_graph_runner, EagerRunner)
+    assert captured_prefills() == before
+    return engine
+
+
 def test_an_engine_with_the_setting(tiny_checkpoint: Path, said: Said) -> None:
     engine = start(tiny_checkpoint)
     assert compat.resolution.turns_prefills_on()
@@ -380,11 +391,8 @@ def test_what_is_found_at_start(
     outcome: counters.Outcome | None,
 ) -> None:
     """Nothing is captured, or what was is freed; SGLang's eager runner serves."""
-    before = captured_prefills()
     monkeypatch.setattr(owner, name, changed)
-    engine = start(tiny_checkpoint)
-    assert isinstance(engine.runner.prefill_cuda_graph_runner, EagerRunner)
-    assert captured_prefills() == before
+    engine = start_eagerly(tiny_checkpoint)
     assert any("SGLang keeps no captured prefill" in line and reason in line for line in said())
     if outcome is not None:
         assert serve(engine) == outcome
@@ -402,11 +410,8 @@ def test_a_capture_that_fails(
             raise torch.cuda.OutOfMemoryError("injected")
         stock(*args, **kwargs)
 
-    before = captured_prefills()
     monkeypatch.setattr(BreakableCudaGraphBackend, "capture_one", capture_one)
-    engine = start(tiny_checkpoint)
-    assert isinstance(engine.runner.prefill_cuda_graph_runner, EagerRunner)
-    assert captured_prefills() == before
+    engine = start_eagerly(tiny_checkpoint)
     assert get_global_graph_memory_pool() is None  # no other capture may use it
     assert any(NOT_CAPTURED in line for line in said(logging.WARNING))
     assert serve(engine) == TAIL_EAGER

@@ -19,14 +19,13 @@ from sglang.srt.plugins import load_plugins
 
 from harness import third_model, third_yoco
 from harness.batches import BATCHES
-from harness.checking import assert_audited
+from harness.checking import assert_audited, checked
 from harness.decode_graphs import assert_tail_is_replayed
-from harness.forwards import ENGINE, state_of
+from harness.forwards import ENGINE
 from harness.random_batches import KINDS, assert_cut
 from sglang_gemma4_reference.checkpoint import build_tokenizer
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup import patch
 
@@ -79,7 +78,7 @@ def _known() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Engine:
     engine = Engine(checkpoint, text_model=third_model.ThirdTextModel, **ENGINE)
-    check = self_check.check_model(engine.runner, state_of(engine))
+    check = checked(engine)
     assert check.agrees, check  # the first place that names a mistake in the model's file
     return engine
 

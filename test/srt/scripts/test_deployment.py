@@ -25,6 +25,7 @@ from sglang_gemma4_yoco import settings
 
 DEPLOY, HARNESS = REPO / "deploy", Path(__file__).parents[1] / "harness"
 COMPOSE, UNIT = DEPLOY / "compose.yaml", DEPLOY / "sglang-gemma4.service"
+[SERVICE] = yaml.safe_load(COMPOSE.read_text())["services"].values()
 OVERLAYS = BASE, FAST, CANARY, VERIFY = ("base", "fast", "canary", "verify")
 FOREIGN = sorted((HARNESS / "deployments").glob("*.yaml"))
 RESTRICTED = json.loads((HARNESS / "restricted.json").read_text())
@@ -83,10 +84,9 @@ def environment(container: Any) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def environments(rendered: dict[str, list[Any]]) -> dict[str, dict[str, str]]:
     """Return each file's variables."""
-    [service] = yaml.safe_load(COMPOSE.read_text())["services"].values()
     lines = re.findall(r"^Environment=(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE)
     pods = {name: environment(server(documents)) for name, documents in rendered.items()}
-    return {**pods, COMPOSE.name: service["environment"], UNIT.name: dict(lines)}
+    return {**pods, COMPOSE.name: SERVICE["environment"], UNIT.name: dict(lines)}
 
 
 def test_caches_are_kept(environments: dict[str, dict[str, str]]) -> None:
@@ -110,11 +110,10 @@ def test_sglang_knows_the_flags(rendered: dict[str, list[Any]]) -> None:
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    [service] = yaml.safe_load(COMPOSE.read_text())["services"].values()
     [line] = re.findall(r"^ExecStart=\S+ serve (.*)$", UNIT.read_text(), re.MULTILINE)
     container = server(rendered[BASE])
-    assert service["command"][:2] == container["command"] == ["sglang", "serve"]
-    for flags in (line.split(), service["command"][2:], container["args"]):
+    assert SERVICE["command"][:2] == container["command"] == ["sglang", "serve"]
+    for flags in (line.split(), SERVICE["command"][2:], container["args"]):
         served = parser.parse_args(flags)
         assert served.enable_metrics
         assert served.port == container["ports"][0]["containerPort"]

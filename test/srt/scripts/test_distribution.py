@@ -59,8 +59,9 @@ def test_one_version(built: tuple[Path, Path]) -> None:
     assert re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == VERSION[1]  # type: ignore[index]  # there is one
 
 
-def read_commit(wheel: Path) -> str:
-    """Return the commit that a wheel names."""
+def read_commit(folder: Path) -> str:
+    """Return the commit that the wheel in this folder names."""
+    [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as opened:
         return opened.read(f"{NAME}/COMMIT").decode().strip()
 
@@ -69,7 +70,7 @@ def test_the_wheel_names_its_commit(
     built: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is git's if there is a repository, even through a source distribution, or a variable's."""
-    named = read_commit(built[0])
+    named = read_commit(built[0].parent)
     assert re.fullmatch("[0-9a-f]{40}", named)
     copy = tmp_path / "checkout"
     with tarfile.open(built[1]) as source:
@@ -77,15 +78,14 @@ def test_the_wheel_names_its_commit(
     [folder] = copy.iterdir()
     # As in a Dockerfile; a repository around the folder is not its own.
     commit(copy)
-    for given, expected in (("", named), ("abc", "abc")):
+    build = ("uv", "build", "-q", "--wheel", "--out-dir", tmp_path, folder)
+    for given, expected in (("abc", "abc"), ("", named)):
         monkeypatch.setenv("SGLANG_GEMMA4_YOCO_COMMIT", given)
-        run("uv", "build", "-q", "--wheel", "--out-dir", tmp_path, folder)
-        [wheel] = tmp_path.glob("*.whl")
-        assert read_commit(wheel) == expected
-    monkeypatch.delenv("SGLANG_GEMMA4_YOCO_COMMIT")
+        run(*build)
+        assert read_commit(tmp_path) == expected
     (folder / NAME / "COMMIT").unlink()
-    run("uv", "build", "-q", "--wheel", "--out-dir", tmp_path, folder)
-    assert read_commit(wheel) == "unknown"
+    run(*build)
+    assert read_commit(tmp_path) == "unknown"
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:

@@ -19,6 +19,10 @@ for _folder in (*FOLDERS, "docs/monitoring", "test/reference"):
     PAGES += sorted((REPO / _folder).glob("*.md"))
 
 
+def of_each(pages: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(REPO)))
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
@@ -36,12 +40,12 @@ def leads_nowhere(page: Path, link: str) -> bool:
     return not target.exists() or bool(anchor and anchor not in anchors(target))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+@of_each(PAGES)
 def test_links(page: Path) -> None:
     assert [link for link in links(page) if leads_nowhere(page, link)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+@of_each(PAGES)
 def test_rows_of_a_table_have_as_many_cells(page: Path) -> None:
     for block in re.findall(r"(?:^\|.*\n)+", FENCED.sub("", page.read_text()), re.MULTILINE):
         head, *rows = re.sub(r"`[^`\n]*`", "", block).splitlines()
@@ -65,9 +69,7 @@ def test_the_readme_is_short() -> None:
 OUTDATED = ("sglang.launch_server", "sglang.bench_serving")
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, REPO / "Dockerfile"], ids=lambda page: str(page.relative_to(REPO))
-)
+@of_each([*PAGES, REPO / "Dockerfile"])
 def test_commands_can_be_pasted(page: Path) -> None:
     """They have no outdated names, and no placeholders that a shell takes for files."""
     text = page.read_text()

@@ -27,9 +27,11 @@ LOGGING = {"log_once", "log_warning", "log_error", "log_failure", "info", "warni
 LOGGING |= {"guarded", "_call_after"}  # where something fails
 
 
-def lines_of(source: str) -> Iterator[str]:
+TREES = [ast.parse(path.read_text()) for path in PACKAGE.glob("**/*.py")]
+
+
+def lines_of(tree: ast.Module) -> Iterator[str]:
     """Yield the lines that a file logs, as literals or by a name of the file."""
-    tree = ast.parse(source)
     constants = constants_of(tree)
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call) or not call.args:
@@ -48,9 +50,7 @@ def documented() -> list[str]:
 
 
 def test_every_line_is_documented() -> None:
-    said: set[str] = set()
-    for path in PACKAGE.glob("**/*.py"):
-        said.update(lines_of(path.read_text()))
+    said = {line for tree in TREES for line in lines_of(tree)}
     assert len(said) > 12
     listed = documented()
     assert len(listed) == len(set(listed))
@@ -63,8 +63,8 @@ def test_every_line_is_documented() -> None:
 def texts_in_the_package() -> str:
     """Return all string literals, one a line, with ``...`` for their variable parts."""
     found = []
-    for path in PACKAGE.glob("**/*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for tree in TREES:
+        for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr | ast.Constant):
                 found.append(text_of(node))
     return "\n".join(found)

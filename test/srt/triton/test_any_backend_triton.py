@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of
+from harness.checking import checked
 from harness.decode_graphs import record_tail
 from harness.fixtures import Checkpoints, left_to_release
 from harness.forwards import (
@@ -22,14 +23,12 @@ from harness.forwards import (
     assert_fast,
     backends_of,
     no_tail_on_main,
-    state_of,
 )
 from harness.layer_rows import INTERPRETED
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.checking import self_check as check
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
@@ -83,12 +82,11 @@ def test_forward(engine: Engine, name: str) -> None:
 
 def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check agrees, and fails if the tail's window is one key short, as Triton's own is."""
-    state = state_of(engine)
-    found = check.check_model(engine.runner, state)
+    found = checked(engine)
     assert found.worst is not None
     assert found.worst.excess < 0.5
     monkeypatch.setattr(compat.attention, "widen_window", lambda _: nullcontext())
-    assert not check.check_model(engine.runner, state).agrees
+    assert not checked(engine).agrees
 
 
 @pytest.mark.release

@@ -11,6 +11,7 @@ import pytest
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from harness.batches import batch_of
+from harness.checking import checked
 from harness.fixtures import Said
 from harness.forwards import INTERPRETED_ENGINE, assert_fast, backends_of, state_of
 from harness.observe import run
@@ -18,7 +19,6 @@ from sglang_gemma4_reference import gemma3n as reference
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.checking import self_check as check
 from sglang_gemma4_yoco.compat import backends
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -48,12 +48,12 @@ def test_beside_another_backend(checkpoint: Path) -> None:
     assert (tail.sliding_window_size, engine.runner.sliding_window_size) == (WINDOW, WINDOW - 1)
     for prompts in PROMPTS.values():
         assert_fast(engine, prompts)
-    found = check.check_model(engine.runner, state_of(engine))
+    found = checked(engine)
     assert found.worst is not None
     assert found.worst.excess < 0.5
     # One key less, as the runner would plan it.
     tail.sliding_window_size = WINDOW - 1
-    assert not check.check_model(engine.runner, state_of(engine)).agrees
+    assert not checked(engine).agrees
 
 
 def test_alone(checkpoint: Path, said: Said) -> None:

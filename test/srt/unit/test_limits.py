@@ -132,14 +132,19 @@ def served_with(arguments: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+def assert_judged(reason: object) -> None:
+    """Assert the reason for which this server is refused, or None; ``doctor`` gives it too."""
+    report = Report(entries={"quantisation": None})
+    assert str(arguments.find_server_reason()) == str(reason)
+    preflight._judge(report, gemma4, {}.get)
+    assert report.refusals == [str(reason)] * (reason is not None)
+
+
 @pytest.mark.parametrize(("given", "reason"), refusals())
 def test_an_argument_of_the_server(given: dict[str, Any], reason: object) -> None:
     skip_on_older("SGLang", (name for name in given if not compat.server.has_name(name)))
-    report = Report(entries={"quantisation": None})
     with served_with(given):
-        assert str(arguments.find_server_reason()) == str(reason)
-        preflight._judge(report, gemma4, {}.get)  # as doctor does
-    assert report.refusals == [str(reason)] * (reason is not None)
+        assert_judged(reason)
 
 
 RANKS = {"tp_size": 2}
@@ -247,14 +252,11 @@ def test_existing_and_missing_names() -> None:
 def test_the_dumper(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], reason: ServerRefusal | None
 ) -> None:
-    """It may be on from the start, or be turned on while the server serves; ``doctor`` asks too."""
+    """It may be on from the start, or be turned on while the server serves."""
     monkeypatch.setattr(dumper, "_config", dumper._config)
     dumper.configure(**config)
-    report = Report(entries={"quantisation": None})
     with releases.published():
-        assert arguments.find_server_reason() == reason
-        preflight._judge(report, gemma4, {}.get)
-    assert report.refusals == ([reason.text] if reason else [])
+        assert_judged(reason)
 
 
 # ---------------------------------------------------------------- attention backends
