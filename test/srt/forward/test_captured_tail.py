@@ -447,13 +447,6 @@ def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
         assert reason(engine) == lifecycle.NO_GRAPHS_BY_ROLE
 
 
-REFUSED_ARGUMENTS = (
-    "enable_memory_saver",
-    "enable_symm_mem",
-    "disable_cuda_graph_padding",
-)
-
-
 @pytest.mark.parametrize("backend", ["breakable", "tc_piecewise", "disabled"])
 def test_decode_steps_in_graphs_of_another_kind(
     engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch, backend: str
@@ -473,7 +466,9 @@ class TestReasons:
         assert reason(engine) == lifecycle.GRAPHS_OFF
         assert_fast(engine, TWO_PROMPTS)
 
-    @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
+    @pytest.mark.parametrize(
+        "name", ["enable_memory_saver", "enable_symm_mem", "disable_cuda_graph_padding"]
+    )
     def test_arguments(self, engine: Engine, name: str) -> None:
         with releases.published(**{name: True}):
             assert reason(engine).startswith(f"{name}: ")
@@ -503,10 +498,6 @@ class TestReasons:
         pool = operator.attrgetter(f"token_to_kv_pool{part}")(engine.runner)
         with patched(pool, layer_transfer_counter=object()):
             assert reason(engine) == lifecycle.LOADED_MEANWHILE
-
-
-def test_sglang_has_the_refused_arguments() -> None:
-    assert releases.unknown_arguments(REFUSED_ARGUMENTS) == []
 
 
 def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGraphs) -> None:

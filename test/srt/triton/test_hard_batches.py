@@ -352,9 +352,8 @@ def tables_rewritten_once_planned(engine: Engine) -> Iterator[None]:
 @pytest.mark.parametrize("tail", [EAGER, pytest.param(CAPTURED, marks=pytest.mark.release)])
 def test_no_table_is_read_once_a_batch_is_planned(engine: Engine, tail: str) -> None:
     """The donor reads none either: window slots for its K and V were looked up before."""
-    name = "prefixes at the window"
-    prompts = hard_batches(SHAPES["two pools"].sliding_window)[name]
-    stock = stock_of(engine, "two pools", name)
+    prompts = hard_batches(SHAPES["two pools"].sliding_window)[PREFIXES]
+    stock = stock_of(engine, "two pools", PREFIXES)
     set_up(engine, tail)
     batch = engine.schedule(prompts)
     with tables_rewritten_once_planned(engine):
