@@ -23,7 +23,7 @@ from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
 from sglang_gemma4_yoco.counters import Counters, Outcome
 from sglang_gemma4_yoco.patched import patched
 
-NO_ROOM = "the pools have no room for a prompt longer than the window, or for two short ones"
+NO_ROOM = "the pools have no room for a prompt longer than the window"
 _NEW = 7  # tokens of a request
 
 #: Tokens of a request: cached, and new.
@@ -177,7 +177,7 @@ def choose_batches(runner: ModelRunner, state: ModelState) -> list[list[Lengths]
     rows = len(table) - 1
     reach = min(max(slots) - page, table.shape[1])  # tokens of the longest prompt
     longest = min(pages * page, reach)
-    if longest < min(window + 1, reach) or pages // 2 * page < _NEW:
+    if longest < min(window + 1, reach):
         raise NotComparableError(NO_ROOM)
     requests = []
     needed = 0

@@ -99,13 +99,6 @@ def test_what_has_no_room_is_not_cut(checkpoints: Checkpoints, said: Said) -> No
     assert_stock(engine, reason, batch_of((0, 20)))
 
 
-def test_two_short_prompts_have_no_room_beside_each_other(checkpoints: Checkpoints) -> None:
-    """A real server always has room for both."""
-    for tokens, is_whole in ((13, False), (14, True)):
-        engine = start_engine(checkpoints, disable_hybrid_swa_memory=True, max_total_tokens=tokens)
-        assert (state_of(engine).off_because is None) == is_whole
-
-
 def test_a_captured_tail_with_less_room_than_the_table(checkpoints: Checkpoints) -> None:
     """The table has three requests; the tail is captured for one row and two, and replayed so."""
     engine = start_engine(checkpoints, max_running_requests=3, cuda_graph_bs_decode=[2])
