@@ -1,4 +1,4 @@
-"""What the init container of ``deploy/kubernetes/plugin`` installs, and where it refuses."""
+"""What the init container of ``deploy/kubernetes/plugin`` and the Dockerfile install or refuse."""
 
 from __future__ import annotations
 
@@ -88,3 +88,20 @@ def test_another_python_ends_the_start(
     [line] = ended.stderr.splitlines()
     assert line.startswith("cannot install the plugin: ")
     assert not (tmp_path / "volume").exists()
+
+
+def test_no_image_is_built_without_sglang_or_without_the_plugin(
+    image: dict[str, str], tmp_path: Path
+) -> None:
+    last = (REPO / "Dockerfile").read_text().partition("&& ")[2].replace("\\\n", "")
+    ours = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ends = []
+    for environment in (ours, image, {**image, "PYTHONPATH": ""}):
+        how: Any = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+        done = subprocess.run(["sh", "-c", last], **how)
+        ends.append((done.returncode, done.stderr.rpartition(": ")[2].strip()))
+    assert ends == [
+        (0, ""),
+        (1, "'gemma4_yoco'"),
+        (1, "No package metadata was found for sglang"),
+    ]
