@@ -32,15 +32,16 @@ def device_name(device: str) -> str:
 
 
 def origin() -> dict[str, str]:
-    """Return the origin of a result: command, commit, date and machine."""
+    """Return the origin of a result: command, commit, date, machine and release of SGLang."""
     command = command_without_secrets(["python", *sys.argv])
-    return {"command": command, **checkout(), "machine": platform.machine()}
+    about = {"machine": platform.machine(), "sglang": version("sglang")}
+    return {"command": command, **checkout(), **about}
 
 
 def begin_result(model: str, device: str, dtype: str) -> dict[str, Any]:
     """Return a result before any measurement: its origin, the model and the device."""
     about = {"model": model, "device": device_name(device), "dtype": dtype}
-    return {**origin(), **about, "sglang": version("sglang")}
+    return origin() | about
 
 
 def checkout() -> dict[str, str]:
