@@ -85,5 +85,6 @@ def load() -> None:
         why_not_installed = str(refusal) or repr(refusal)
         logger.error(
             "YOCO fast prefill %s is NOT installed, the server runs unpatched: %s",
-            *(__version__, why_not_installed),
+            __version__,
+            why_not_installed,
         )

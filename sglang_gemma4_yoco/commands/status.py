@@ -83,8 +83,14 @@ def run(args: argparse.Namespace) -> int:
 
 def report(url: str, args: argparse.Namespace) -> int:
     """Query one server and report; return its exit status."""
-    document: Document = {"active": None, "reason": None, "exit_status": _NO_ANSWER, "sglang": None}
-    document |= {"url": hide_user(url), "schedulers": []}
+    document: Document = {
+        "active": None,
+        "reason": None,
+        "exit_status": _NO_ANSWER,
+        "sglang": None,
+        "url": hide_user(url),
+        "schedulers": [],
+    }
     try:
         line = _examine(document, url, args)
     except CommandError as failure:
@@ -97,8 +103,7 @@ def report(url: str, args: argparse.Namespace) -> int:
         say(line)
     else:
         say(f"error: {document['reason']}", sys.stderr)
-    status: int = document["exit_status"]
-    return status
+    return int(document["exit_status"])
 
 
 def _examine(document: Document, url: str, args: argparse.Namespace) -> str:
@@ -109,8 +114,13 @@ def _examine(document: Document, url: str, args: argparse.Namespace) -> str:
     described = reason
     if active:
         status, described = _judge_counts(list(filter(None, states)))
-    document |= {"active": active, "reason": reason, "exit_status": status}
-    document |= {"sglang": sglang, "schedulers": states}
+    document |= {
+        "active": active,
+        "reason": reason,
+        "exit_status": status,
+        "sglang": sglang,
+        "schedulers": states,
+    }
     return line.format(described)
 
 

@@ -90,7 +90,8 @@ def find_exits(runner: ModelRunner) -> Exits | None:
 
 def find_uncut_reason(runner: ModelRunner, model: TextModel) -> object | None:
     """Return why captured prefills are not cut; None if they are, or if none are captured yet."""
-    state, exits = get_state(model), find_exits(runner)
+    state = get_state(model)
+    exits = find_exits(runner)
     if compat.server.get_captured_prefills(runner) is None or (exits and exits.are_open):
         return state.off_because
     return state.off_because or "their exits are closed"

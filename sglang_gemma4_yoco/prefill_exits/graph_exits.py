@@ -74,12 +74,14 @@ def add_exits(model: TextModel, config: Any, prefills: PrefillCudaGraphRunner) -
     Args:
         config: the multimodal model's.
     """
-    exits, embed = Exits(), partial(compat.captured_prefills.embed_text, model, config)
+    exits = Exits()
+    embed = partial(compat.captured_prefills.embed_text, model, config)
     graphs = compat.captured_prefills.list_graphs(prefills)
     for _, output in graphs.values():
         output.zero_()  # rows that are no longer written must be finite
     stock_can_run_graph = prefills.can_run_graph
-    stock_execute, stock_replay = prefills.execute, prefills.backend.replay
+    stock_execute = prefills.execute
+    stock_replay = prefills.backend.replay
 
     # Unnecessary once SGLang's own rejects batches with media
     # (docs/upstream/ids_and_embeddings.md).
@@ -89,14 +91,16 @@ def add_exits(model: TextModel, config: Any, prefills: PrefillCudaGraphRunner) -
     # Unnecessary once SGLang passes the live batch to the backend's ``replay``.
     def execute(forward_batch: ForwardBatch, **kwargs: object) -> object:
         state = get_state(model)
-        state.front, exits.batch = exits, forward_batch
+        state.front = exits
+        exits.batch = forward_batch
         try:
             return stock_execute(forward_batch, **kwargs)
         finally:
-            state.front, exits.batch = None, None
+            state.front = exits.batch = None
 
     def replay(bucket: ShapeKey, static_batch: ForwardBatch, **kwargs: object) -> ModelOutput:
-        state, (graph, output) = get_state(model), graphs[bucket]
+        state = get_state(model)
+        graph, output = graphs[bucket]
         stock = partial(stock_replay, bucket, static_batch, **kwargs)
         forward = ExitForward(state, embed, graph, output, static_batch, stock)
         assert exits.batch is not None, "``execute`` calls this"

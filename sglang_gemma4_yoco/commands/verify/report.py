@@ -61,7 +61,7 @@ def _make_notes(document: Document) -> list[str]:
     """Return sentences on disagreements, prompts not tried, and stock's agreement with itself."""
     notes = [f"Problem: {problem}" for problem in document["problems"]]
     for kind, reason in document["left_out"].items():
-        notes.append(f"{NOT_TRIED.capitalize()}: {kind}: {reason}")
+        notes.append(f"Not tried: {kind}: {reason}")
     return [*notes, NOISE[document["stock_differs"]]]
 
 
@@ -69,7 +69,7 @@ def _make_verdict(document: Document) -> str:
     """Return the verdict, and what it says nothing about."""
     verdict = VERDICTS[document["agrees"]]
     if document["left_out"]:
-        verdict += f" {NOT_TRIED.capitalize()}: {', '.join(document['left_out'])}."
+        verdict += f" Not tried: {', '.join(document['left_out'])}."
     return verdict
 
 
