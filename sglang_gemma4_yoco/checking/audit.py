@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import traceback
 from dataclasses import dataclass, replace
+from random import Random
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.captured.graphs import Replay
@@ -43,23 +44,25 @@ def make_auditor(runner: ModelRunner, state: ModelState) -> Auditor | None:
             f"{compat.server.BARRIER_VARIABLE}=1 prevents that"
         )
         return None
-    return Auditor(state, settings.current.audit)
+    return Auditor(state, settings.current.audit, Random(0))
 
 
 @dataclass(eq=False)
 class Auditor:
-    """Audits one of N forwards of one model; called after each forward that was cut.
+    """Audits one of N forwards of one model on average; called after each forward that was cut.
 
-    The forwards of each outcome are counted by themselves, and the first of every N is audited:
-    with N = 3 and the outcomes A B A A A B, the first A, the first B and the fourth A. So a rare
-    outcome is audited too. The outcomes are the same on all ranks, and so are the audits.
+    The first forward of each outcome is audited, and of the others each with probability 1 / N: in
+    a fixed rhythm, some chunks of equal prompts would never be audited. All ranks have the same
+    outcomes and draw the same numbers, so they audit the same forwards.
 
     Attributes:
         every: N.
+        draw: the generator, with the same seed on all ranks.
     """
 
     state: ModelState
     every: int
+    draw: Random
 
     def __call__(self, forward: Forward, plan: Plan, output: ModelOutput) -> ModelOutput:
         """Audit the forward in its turn, and return the output for the model.
@@ -69,7 +72,8 @@ class Auditor:
         Raises:
             Exception: the audit failed, and other ranks wait for this one.
         """
-        if self.state.counters.forwards[plan.outcome] % self.every:  # counted after its audit
+        is_known = plan.outcome in self.state.counters.forwards  # counted after its audit
+        if is_known and self.draw.randrange(self.every):
             return output
         try:
             return self._audit(forward, plan, output)

@@ -195,7 +195,7 @@ def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
     They are medians of seven, interleaved; other processes may run on the machine. ``seconds`` is
     the time of the check.
     """
-    auditor = audit.Auditor(state, 1)
+    auditor = audit.Auditor(state, 1, random.Random(0))
     few, many = Prompt((), tuple(range(20, 27))), Prompt((), tuple(range(20, 20 + 512)))
     ways = {
         "stock": ("0", many, None),
