@@ -59,6 +59,17 @@ def test_a_missing_metric_is_no_pass(name: str, tmp_path: Path) -> None:
     evaluate(tmp_path, "canary.yml", change({f"^{name}{{": ""}), expected)
 
 
+def test_another_pod_without_the_plugin_gets_no_verdict(tmp_path: Path) -> None:
+    series = change({})
+    for name, values in change({"gemma4_yoco": ""}).items():
+        series[name.replace("fast-1", "fast-2").replace("10.0.0.1", "10.0.0.2")] = values
+    expected = {
+        "count by (verdict) (gemma4_canary:verdict)": {'{verdict="no verdict"}': 1},
+        "count by (check) (gemma4_canary:check == 0)": {'{check="plugin_metrics"}': 1},
+    }
+    evaluate(tmp_path, "canary.yml", series, expected)
+
+
 def test_stock_alone_gets_no_lines(tmp_path: Path) -> None:
     expected = {"gemma4_canary:verdict or gemma4_canary:check": dict[str, float]()}
     evaluate(tmp_path, "canary.yml", change({'track="fast"': ""}), expected)
