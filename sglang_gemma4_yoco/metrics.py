@@ -128,11 +128,6 @@ def replace_infinite(value: object) -> object:
     return value
 
 
-def add_to_server_info(output: Any) -> None:
-    """Add this process's entry to a ``GetInternalStateReqOutput``, for /server_info."""
-    output.internal_state[SERVER_INFO_ENTRY] = describe_state()
-
-
 def collect_metrics(labels: Mapping[str, object]) -> None:
     """Create the metrics with the scheduler's labels, and count in them from now on."""
     every_rank = compat.server.read_argument("enable_metrics_for_all_schedulers")

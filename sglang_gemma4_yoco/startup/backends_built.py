@@ -12,7 +12,7 @@ from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.models import registry
 from sglang_gemma4_yoco.startup.guard import guarded
 
-#: SGLang norms K and V of many rows by another kernel. The self-check runs the one for few.
+#: SGLang norms K and V of many rows by another kernel. A self-check runs the one for few.
 _MANY = 257
 
 

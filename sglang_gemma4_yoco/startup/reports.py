@@ -35,7 +35,9 @@ OPTIONAL: dict[tuple[str, str], Wrap] = {
     # Adds the state to /server_info. Unnecessary once plugins can extend it.
     ("sglang.srt.managers.scheduler.Scheduler", "get_internal_state"): _call_after(
         "YOCO fast prefill: adding its state to /server_info failed",
-        lambda _, state: metrics.add_to_server_info(state),
+        lambda _, output: output.internal_state.update(
+            {metrics.SERVER_INFO_ENTRY: metrics.describe_state()}
+        ),
     ),
     # Counts with the labels of SGLang's own metrics. Unnecessary once plugins receive these.
     (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -69,13 +68,9 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
 
 def answered() -> dict[str, Any]:
     """Return a scheduler's answer, which SGLang must be able to send and encode."""
-    answer = SimpleNamespace(internal_state={"theirs": 1})
-    metrics.add_to_server_info(answer)
-    state: dict[str, Any] = answer.internal_state[metrics.SERVER_INFO_ENTRY]
+    state = metrics.describe_state()
     # As SGLang does: from the scheduler in MessagePack, and to the client in JSON.
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer.internal_state)) == (
-        answer.internal_state
-    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state)) == state
     assert orjson.loads(orjson.dumps(state)) == state
     return state
 
