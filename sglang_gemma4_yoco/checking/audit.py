@@ -65,7 +65,7 @@ class Auditor:
     draw: Random
 
     def __call__(self, forward: Forward, plan: Plan, output: ModelOutput) -> ModelOutput:
-        """Audit the forward in its turn, and return the output for the model.
+        """Audit the forward if it is chosen, and return the output for the model.
 
         An audit that fails is the last one.
 

@@ -1,4 +1,4 @@
-"""Selection of audited forwards: one of N of each outcome."""
+"""Selection of audited forwards: the first of each outcome, and one of N of the others."""
 
 from __future__ import annotations
 
