@@ -109,14 +109,12 @@ def list_settings() -> Rows:
 def list_methods() -> Rows:
     """Yield the wrapped methods of SGLang's classes."""
     from sglang_gemma4_yoco.models import registry
-    from sglang_gemma4_yoco.startup import reports, runner_methods
+    from sglang_gemma4_yoco.startup.patch import WRAPPED
 
     for kind in registry.MODELS:
         yield f"`{kind.SGLANG.text_model}`", "`forward`"
-    for patched, name in runner_methods.WRAPPED:
+    for patched, name in WRAPPED:
         yield f"`{patched.__module__}.{patched.__name__}`", f"`{name}`"
-    for path, name in reports.OPTIONAL:
-        yield f"`{path}`", f"`{name}`, if there is one"
 
 
 def get_backends() -> dict[str, tuple[Backend, ...]]:

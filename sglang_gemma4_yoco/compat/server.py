@@ -7,10 +7,14 @@ from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.debug_utils.dumper import dumper as dumper
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.environ import envs
+from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import (
     PrefillCudaGraphRunner as PrefillCudaGraphRunner,
+)
+from sglang.srt.observability.metrics_collector import (
+    SchedulerMetricsCollector as SchedulerMetricsCollector,
 )
 from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs

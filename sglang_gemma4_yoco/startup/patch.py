@@ -13,9 +13,10 @@ from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.compat import Method, TextModel
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.models import registry
-from sglang_gemma4_yoco.startup import pr27183, reports
-from sglang_gemma4_yoco.startup.runner_methods import WRAPPED
+from sglang_gemma4_yoco.startup import pr27183, reports, runner_methods
 
+#: The wrapped methods, except for the forwards of text models.
+WRAPPED = runner_methods.WRAPPED | reports.WRAPPED
 #: True once SGLang is patched in this process.
 installed = False
 
@@ -37,7 +38,6 @@ def patch_sglang() -> None:
         methods[owner, name] = wrap(getattr(owner, name))
     for (owner, name), method in (methods | pr27183.list_helpers()).items():
         setattr(owner, name, method)
-    reports.wrap_reports()
     installed = True
 
 

@@ -7,7 +7,6 @@ import gc
 import inspect
 import logging
 import os
-import pkgutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,7 +48,7 @@ from harness.server import (
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import reset_log
 from sglang_gemma4_yoco import log, settings
-from sglang_gemma4_yoco.startup import pr27183, reports, runner_methods
+from sglang_gemma4_yoco.startup import pr27183
 
 if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
@@ -250,8 +249,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plugin, "why_not_installed", None)
     monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "installed", False)
-    named = [(pkgutil.resolve_name(path), name) for path, name in reports.OPTIONAL]
-    for owner, name in [*runner_methods.WRAPPED, *named]:
+    for owner, name in patch.WRAPPED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     models = list(registry.list_text_models())
     for text_model in models:

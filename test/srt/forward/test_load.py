@@ -21,7 +21,7 @@ from sglang_gemma4_yoco import compat, log, plugin, settings
 from sglang_gemma4_yoco.core import eligibility, forward
 from sglang_gemma4_yoco.core.model import Adapter
 from sglang_gemma4_yoco.models import registry
-from sglang_gemma4_yoco.startup import patch, reports, runner_methods
+from sglang_gemma4_yoco.startup import patch
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server", "forgotten_reports")
 
@@ -38,7 +38,7 @@ def list_cut() -> list[str]:
 
 def of_sglang() -> list[Any]:
     """Return the functions to be wrapped."""
-    return [getattr(owner, name) for owner, name in (*runner_methods.WRAPPED, *FORWARDS)]
+    return [getattr(owner, name) for owner, name in (*patch.WRAPPED, *FORWARDS)]
 
 
 def refusal(caplog: pytest.LogCaptureFixture) -> str:
@@ -112,13 +112,13 @@ def test_fields_that_are_gone(
     assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
 
 
-@pytest.mark.parametrize("place", runner_methods.WRAPPED, ids=lambda place: place[1])
+@pytest.mark.parametrize("place", patch.WRAPPED, ids=lambda place: place[1])
 def test_a_method_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: tuple[type, str]
 ) -> None:
     """No other method is wrapped then."""
     owner, name = place
-    wrapped = dict(runner_methods.WRAPPED)
+    wrapped = dict(patch.WRAPPED)
     wrapped[owner, f"{name}_by_another_name"] = wrapped.pop(place)
     before = of_sglang()
     with monkeypatch.context() as gone:
@@ -126,21 +126,6 @@ def test_a_method_that_is_gone(
         plugin.load()
     assert of_sglang() == before
     assert f"'{owner.__name__}' has no attribute '{name}_by_another_name'" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "path", ["sglang.srt.managers.scheduler.Scheduler", "sglang.srt.managers.scheduler.No", "no.C"]
-)
-def test_a_method_used_only_for_reporting_is_gone(
-    monkeypatch: pytest.MonkeyPatch, said: Said, path: str
-) -> None:
-    """Prefills are still cut, and a warning says that a server cannot report it."""
-    monkeypatch.setattr(reports, "OPTIONAL", {(path, "no_method"): None})
-    plugin.load()
-    assert plugin.why_not_installed is None
-    assert list_cut() == ALL
-    [line] = said(logging.WARNING)
-    assert f"lacks {path}.no_method, so /server_info" in line
 
 
 @pytest.mark.parametrize("imported", [True, False])
