@@ -248,13 +248,10 @@ class TailGraphs:
             with compat.decode_graphs.capture_session(self._decode_steps, self.captured):
                 for size in reversed(self._wanted):
                     self.buckets[size] = Bucket(self, size)
-        except BaseException:
-            compat.decode_graphs.end_failed_capture(
-                self.inputs[-1].rows.device, self.captured._pool
-            )
-            raise
         finally:
             self.backend.forward_metadata = ABSENT
+            # If this failed, the memory of warm-ups that may still run is freed next.
+            compat.server.wait_for_device(self.backend.device)
 
     def close(self) -> None:
         """Free all graphs, and the backend's buffers for them."""

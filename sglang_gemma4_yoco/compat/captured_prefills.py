@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 from sglang.srt.model_executor.runner.shape_key import ShapeKey as ShapeKey
@@ -21,15 +20,16 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
     _weak_ref_if_tensor,
 )
 from sglang.srt.model_executor.runner_utils.pool import (
-    get_global_graph_memory_pool,
     graph_pool_replay_scope,
-    set_global_graph_memory_pool,
+)
+from sglang.srt.model_executor.runner_utils.pool import (
+    set_global_graph_memory_pool as set_global_graph_memory_pool,
 )
 from sglang.srt.platforms import current_platform
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from sglang_gemma4_yoco.compat import decode_graphs, layers, server
+from sglang_gemma4_yoco.compat import layers, server
 from sglang_gemma4_yoco.compat.batch import ForwardBatch
 from sglang_gemma4_yoco.compat.server import ModelRunner, PrefillCudaGraphRunner
 from sglang_gemma4_yoco.compat.text_model import ModelOutput, RadixAttention, TextModel
@@ -153,22 +153,13 @@ def drop(runner: ModelRunner) -> None:
     config: Any = server.read_argument("cuda_graph_config")
     config.prefill.backend = Backend.DISABLED
     prefills = server.get_captured_prefills(runner)
+    server.wait_for_device(runner.device)  # warm-ups of a failed capture, too
     if prefills:
-        server.wait_for_device(runner.device)
         prefills.backend.cleanup()
         runner.prefill_cuda_graph_runner = runner.eager_runner
         del prefills
     gc.collect()
     current_platform.empty_cache()
-
-
-def forget_failed_capture(runner: ModelRunner) -> None:
-    """Clean up after SGLang failed to capture this runner's graphs; none may be in use."""
-    shared_pool = get_global_graph_memory_pool()
-    if shared_pool is not None:
-        device = torch.device(runner.device, runner.gpu_id)
-        decode_graphs.end_failed_capture(device, shared_pool)
-    set_global_graph_memory_pool(None)
 
 
 def list_graphs(

@@ -1,7 +1,7 @@
 """SGLang's captured decode steps, and its capture and replay of CUDA graphs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,23 +63,3 @@ def find_memory_reason(device: torch.device) -> str | None:
         return None
     # Without the number: ranks compare their reasons, and the number differs.
     return f"less than {_RESERVE >> 20} MiB of GPU memory is free: lower --mem-fraction-static"
-
-
-def end_failed_capture(device: torch.device, pool: Any) -> None:
-    """Clean up after a capture into ``pool`` that CUDA has aborted; ``device`` has an index.
-
-    Up to torch 2.13 the random generator stays in capture mode, so the first sampled token would
-    end the server, and the allocator keeps allocating in the graph's pool. SGLang pins torch 2.14
-    for CUDA, but is installed with older ones on AMD; unnecessary once it is not.
-
-    Raises:
-        RuntimeError: the random generator still fails.
-    """
-    if device.type != "cuda":
-        return
-    with suppress(RuntimeError):  # already ended
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-    generator = torch.cuda.default_generators[device.index]
-    generator.graphsafe_set_state(generator.clone_state())
-    torch.empty(1, device=device).uniform_()
-    server.wait_for_device(device.type)  # its warm-ups use memory that is freed next

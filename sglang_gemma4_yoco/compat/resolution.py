@@ -1,7 +1,6 @@
 """SGLang's resolution of the server arguments, in the process that launches the server."""
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from sglang.srt.arg_groups.overrides import declare_resolution, resolution_result
 from sglang.srt.arg_groups.overrides import model_config_of as model_config_of
@@ -39,38 +38,36 @@ def admit_multimodal(config: ModelConfig) -> AbstractContextManager[None]:
     return patched(config, is_multimodal_breakable_cuda_graph_supported=True)
 
 
-def note_hook(args: ServerArgs, **fields: Any) -> None:
-    """Note with the arguments that the hook has run; any field says that it turns prefills on."""
-    declare_resolution(args, _SOURCE, **fields)
+def declare_graphs(args: ServerArgs, graphs: object) -> None:
+    """Note with the arguments that the hook turns prefills on, with this configuration."""
+    declare_resolution(args, _SOURCE, cuda_graph_config=graphs)
 
 
-def list_notes(args: Any = None) -> list[dict[str, Any]]:
-    """Return the notes of the hook with these arguments, or those of this server; may be empty."""
-    declared = getattr(args or server.find_server_args(), "_resolved_overrides", ())
-    return [fields for source, fields in declared if source == _SOURCE]
+def turns_prefills_on(args: ServerArgs | None = None) -> bool:
+    """Return True if captured prefills are on, if they are, because of the hook and of no flag.
+
+    Args:
+        args: the arguments; those of this server by default.
+    """
+    args = args or server.find_server_args()
+    declared = dict(getattr(args, "_resolved_overrides", ()))
+    named = getattr(args, "_cuda_graph_config_locked", ())
+    return _SOURCE in declared and ("prefill", "backend") not in named
 
 
-def turns_prefills_on(args: Any = None) -> bool:
-    """Return True if captured prefills are on, if they are, because of the hook and of no flag."""
-    named = getattr(args or server.find_server_args(), "_cuda_graph_config_locked", ())
-    return any(list_notes(args)) and ("prefill", "backend") not in named
-
-
-def bound_prefills(args: ServerArgs, largest: int) -> str | None:
+def bound_prefills(args: ServerArgs, largest: int) -> bool:
     """Limit captured prefills to ``largest`` tokens and to a chunk; keep sizes that flags name.
 
     Returns:
-        The sizes, in words; None if captured prefills are off, or if a flag names their backend.
+        False if captured prefills are off, or if a flag names their backend.
     """
     config = resolution_result(args, "cuda_graph_config")
     prefill, chunk = config.prefill, resolution_result(args, "chunked_prefill_size")
     if prefill.backend != BREAKABLE or not turns_prefills_on(args):
-        return None
+        return False
     if prefill.max_bs or prefill.bs:
-        return "the sizes that the flags name"
+        return True
     if chunk and chunk > 0:  # -1: prompts are not divided
         largest = min(largest, chunk)
-    note_hook(
-        args, cuda_graph_config=cuda_graph_config.with_phase(config, "prefill", max_bs=largest)
-    )
-    return f"up to {largest} tokens"
+    declare_graphs(args, cuda_graph_config.with_phase(config, "prefill", max_bs=largest))
+    return True

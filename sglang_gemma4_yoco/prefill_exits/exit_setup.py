@@ -8,7 +8,6 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from sglang_gemma4_yoco import compat, counters, log, settings
 from sglang_gemma4_yoco.checking import exit_check, rounding, self_check, synthetic_requests
@@ -112,13 +111,8 @@ def open_exits(runner: ModelRunner, state: ModelState) -> None:
     differ = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
     exits.are_open = checked.agrees and differ is None
     if exits.are_open:
-        graphs: Any = compat.server.read_argument("cuda_graph_config")
-        sizes = graphs.prefill.bs
         level = logging.INFO
-        fact = (
-            f"open after {state.cut_layer + 1} segments, in {len(sizes)} graphs of up to "
-            f"{sizes[-1]} tokens"
-        )
+        fact = f"open after {state.cut_layer + 1} segments"
         if state.captured is None:
             fact += "; for intermediate chunks only, since the tail runs eagerly"
     else:

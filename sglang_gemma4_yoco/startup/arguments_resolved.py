@@ -55,19 +55,17 @@ def resolve(args: compat.resolution.ServerArgs, previous: compat.Method) -> None
         largest = _LARGEST
         if config.hf_text_config.hidden_size <= _WIDTH_OF_E2B:
             largest = _LARGEST_OF_E2B
-        sizes = compat.resolution.bound_prefills(args, largest)
-        if sizes is None:
+        if not compat.resolution.bound_prefills(args, largest):
             say_without_effect(NOT_CHOSEN)
             return
         log.log_warning(
-            f"YOCO fast prefill: {_VARIABLE} turns SGLang's CUDA graphs on for prefills of "
-            f"{sizes}; SGLang reserves 8 MB of GPU memory for each captured size"
+            f"YOCO fast prefill: {_VARIABLE} turns SGLang's CUDA graphs on for prefills; SGLang "
+            "reserves 8 MB of GPU memory for each captured size"
         )
 
 
 def _admit(args: compat.resolution.ServerArgs) -> compat.resolution.ModelConfig | None:
     """Return the config of a model whose captured prefills may be cut; if not, say why."""
-    compat.resolution.note_hook(args)
     config: compat.resolution.ModelConfig = compat.resolution.model_config_of(args)
     text = config.hf_text_config
     adapter = registry.find_adapter_by_type(text.model_type)
@@ -85,7 +83,7 @@ def _admit(args: compat.resolution.ServerArgs) -> compat.resolution.ModelConfig 
     if reason:
         say_without_effect(reason)
         return None
-    compat.resolution.note_hook(args, cuda_graph_config=graphs)
+    compat.resolution.declare_graphs(args, graphs)
     return config
 
 

@@ -17,10 +17,6 @@ from sglang_gemma4_yoco.startup.guard import guarded
 
 _FAILED = "YOCO fast prefill: keeping or dropping captured prefills failed"
 NOT_CAPTURED = "SGLang's capture of CUDA graphs failed"
-NOT_RESOLVED = (
-    "this program resolved the server arguments before SGLang loaded its plugins: call "
-    "sglang.srt.plugins.load_plugins() before ServerArgs.resolve_once()"
-)
 
 
 def keep_if_cut(stock: compat.Method) -> compat.Method:
@@ -39,7 +35,8 @@ def keep_if_cut(stock: compat.Method) -> compat.Method:
                 raise
             log.log_failure("YOCO fast prefill: the capture of CUDA graphs failed", failure)
             traceback.clear_frames(failure.__traceback__)  # it keeps what was captured alive
-            compat.captured_prefills.forget_failed_capture(self)
+            # PyTorch rejects a pool whose graphs are gone.
+            compat.captured_prefills.set_global_graph_memory_pool(None)
             _drop(self, NOT_CAPTURED)
             result = stock(self, *args, **kwargs)
         with guarded(_FAILED):
@@ -60,16 +57,13 @@ def _are_on(runner: compat.ModelRunner) -> bool:
 
 def _drop_unless_cut(runner: compat.ModelRunner) -> None:
     """Drop prefill graphs if no prefill is cut, before their capture or after it."""
+    if not _are_on(runner):
+        return
     reason: object | None = NO_MODEL
     for model in registry.list_served_models(runner):
         reason = exit_setup.find_uncut_reason(runner, model)
-    if _are_on(runner):
-        if reason:
-            _drop(runner, reason)
-    elif not (
-        reason or compat.resolution.list_notes() or compat.server.get_cuda_graph_backend("prefill")
-    ):
-        say_without_effect(NOT_RESOLVED)
+    if reason:
+        _drop(runner, reason)
 
 
 def _drop(runner: compat.ModelRunner, reason: object) -> None:

@@ -58,7 +58,7 @@ from sglang_gemma4_yoco.startup.prefills_captured import NOT_CAPTURED
 pytestmark = pytest.mark.usefixtures("forgotten_reports", "outside_of_a_server", "hooks")
 STEP = "handle_cuda_graph_config"
 BREAKABLE, DISABLED = "breakable", "disabled"
-ARE_ON, NO_EFFECT = "turns SGLang's CUDA graphs on for prefills of", "has no effect"
+ARE_ON, NO_EFFECT = "turns SGLang's CUDA graphs on for prefills", "has no effect"
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_an_engine_with_the_setting(tiny_checkpoint: Path, said: Said) -> None:
     assert compat.resolution.turns_prefills_on()
     record_tail(engine, ROWS)
     assert serve(engine) == counters.EXIT_CAPTURED
-    assert f"in {len(BUCKETS)} graphs of up to 128 tokens" in str(state_of(engine).report.exits)
+    assert str(state_of(engine).report.exits).startswith("open after ")
     # A draft model, whose runner captures after this one, is not cut, and drops nothing.
     prefills_captured.keep_if_cut(lambda _: None)(SimpleNamespace(is_draft_worker=True))
     assert compat.server.get_cuda_graph_backend("prefill") == BREAKABLE
@@ -427,12 +427,3 @@ def test_a_capture_that_fails_on_one_rank(
     monkeypatch.setattr(compat.server, "is_single_rank", lambda: False)
     with pytest.raises(InjectedError):
         start(tiny_checkpoint)
-
-
-def test_arguments_that_were_resolved_without_the_plugin(
-    hooks: list[Any], tiny_checkpoint: Path, said: Said
-) -> None:
-    """As in programs that resolve them first."""
-    hooks.clear()
-    assert serve(start(tiny_checkpoint)) == TAIL_EAGER
-    assert any("sglang.srt.plugins.load_plugins()" in line for line in said(logging.WARNING))
