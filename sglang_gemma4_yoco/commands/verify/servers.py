@@ -38,7 +38,6 @@ class WrongPathError(Exception):
 class Server:
     """A local ``sglang.launch_server`` with the switch on (``fast``) or off, and its log file."""
 
-    PATIENCE = 15.0  # seconds that its processes have to end by themselves
     TIMEOUT = 1800.0  # seconds that an answer may take
     process: Any  # the first process of the latest start, a ``Popen``
 
@@ -79,20 +78,14 @@ class Server:
             )
 
     def stop(self) -> None:
-        """End all of its processes; signals that would end this command are ignored meanwhile."""
-        ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in ending}
+        """Kill all of its processes, as SGLang ends its own, and redact its log."""
         try:
-            for number, patience in ((signal.SIGTERM, self.PATIENCE), (signal.SIGKILL, None)):
-                # The group may be gone, or still run after the wait.
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(self.process.pid, number)
-                    self.process.wait(patience)
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        with suppress(OSError):  # SGLang logs its arguments; the file may be gone
-            self.log_file.write_text(redact(self.log()), "utf-8")
+            with suppress(OSError):  # SGLang logs its arguments; the file may be gone
+                self.log_file.write_text(redact(self.log()), "utf-8")
 
     def is_healthy(self) -> bool:
         """Return True if it answers, which it does not while it loads."""

@@ -99,7 +99,6 @@ class Server(servers.Server):
         failures: the file that sets how often its tail fails (``tail_failures``).
     """
 
-    PATIENCE = 0.0  # killed at once: nothing that it would save on exit is needed
     TIMEOUT = 300.0
 
     def __init__(
