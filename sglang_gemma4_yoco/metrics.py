@@ -140,12 +140,6 @@ def collect_metrics(labels: Mapping[str, object]) -> None:
         name: prometheus_client.Counter(f"{_PREFIX}{name}", text, [*labels, own])
         for name, (text, own, _) in _COUNTERS.items()
     }
-    worst = prometheus_client.Gauge(
-        f"{_PREFIX}audit_worst_difference",
-        "Largest error of an audited prefill, in multiples of its tolerance.",
-        [*labels],
-        multiprocess_mode="max",
-    ).labels(**labels)
 
     @functools.cache  # looking up a series takes longer than incrementing it
     def find_series(name: str, own: Outcome) -> prometheus_client.Counter:
@@ -153,8 +147,6 @@ def collect_metrics(labels: Mapping[str, object]) -> None:
 
     def collect(name: str, own: Outcome, number: int) -> None:
         find_series(name, own).inc(number)
-        if name == "audits":
-            worst.set(served.worst_audit)
 
     for name, (_, _, expected) in _COUNTERS.items():
         counts: Counter[Outcome] = getattr(served, name)

@@ -19,7 +19,7 @@ from sglang_gemma4_yoco import __version__, counters, metrics
 from sglang_gemma4_yoco.core import eligibility
 
 FORWARDS, ROWS = "sglang:gemma4_yoco_forwards", "sglang:gemma4_yoco_rows"
-AUDITS, WORST = "sglang:gemma4_yoco_audits", "sglang:gemma4_yoco_audit_worst_difference"
+AUDITS = "sglang:gemma4_yoco_audits"
 LONG = CHUNK + 40
 
 
@@ -81,12 +81,9 @@ def test_audits(measured: Server) -> None:
     forwards = series(measured, FORWARDS, "outcome")
     cut = sum(number for outcome, number in forwards.items() if outcome in counters.CUT)
     assert audits == {"agrees": cut, "differs": 0}
-    [worst] = samples(measured)[WORST]
-    assert worst.labels["tp_rank"] == "0"
-    assert 0 < worst.value < 0.5  # half of the tolerance
     for state in measured.reports():
         assert state["audits"]["agrees"] == cut
-        assert state["audits"]["worst"] == pytest.approx(worst.value)
+        assert 0 < state["audits"]["worst"] < 0.5  # half of the tolerance
         assert state["check"]["largest_difference"] <= state["check"]["allowed"]
 
 

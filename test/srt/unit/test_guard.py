@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,15 +28,13 @@ from sglang_gemma4_reference.engine import reset_log
 from sglang_gemma4_yoco import compat, counters, plugin
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.models import registry
-from sglang_gemma4_yoco.startup import reports, runner_methods
+from sglang_gemma4_yoco.startup import patch
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
-WRAPS = dict(runner_methods.WRAPPED)
+WRAPS = dict(patch.WRAPPED)
 for text_model in registry.list_text_models():
     WRAPS[text_model, "forward"] = forward.wrap_model_forward
-for (path, method), wrap in reports.OPTIONAL.items():
-    WRAPS[pkgutil.resolve_name(path), method] = wrap
 EACH = pytest.mark.parametrize("place", WRAPS, ids=lambda place: f"{place[0].__name__}.{place[1]}")
 ERRORS = pytest.mark.parametrize("error", [InjectedError, KeyboardInterrupt])
 
@@ -122,9 +119,7 @@ def run_watched(place: tuple[Any, str], on_site: Callable[[str], object]) -> Non
             on_site(f"{caller.f_code.co_filename}:{caller.f_lineno} calls {callee}")
 
     method, given = WRAPS[place](stock), another_server(place[1])
-    metrics_client = mock.patch.multiple(
-        prometheus_client, Counter=mock.DEFAULT, Gauge=mock.DEFAULT
-    )
+    metrics_client = mock.patch.object(prometheus_client, "Counter")
     with metrics_client, mock.patch.object(counters.served, "observers", []), watched(note):
         assert method(*given) is result
     assert calls == [place]
