@@ -50,12 +50,6 @@ def say(content: object, file: TextIO | None = None, indent: int | None = None) 
     print(shown, file=file, flush=True)
 
 
-def check_directory(model: str) -> None:
-    """Raise CommandError if a path does not exist; SGLang would ask Hugging Face for it."""
-    if model.startswith(("/", ".", "~")) and not Path(model).exists():
-        raise CommandError(f"the model's directory {model} does not exist")
-
-
 def quote_end(log: Path) -> str:
     """Return the end of a log file, for an error message."""
     last = log.read_text(errors="replace").splitlines()[-25:]

@@ -15,9 +15,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang_gemma4_yoco import compat, metrics, settings
 from sglang_gemma4_yoco.admission import arguments, third_party
 from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.commands.console import CommandError, Report, check_directory
+from sglang_gemma4_yoco.commands.console import CommandError, Report
 from sglang_gemma4_yoco.commands.redact import show_flags
-from sglang_gemma4_yoco.compat.backends import list_admitted
 from sglang_gemma4_yoco.core.model import Adapter
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.models import registry
@@ -68,8 +67,7 @@ def _model(report: Report, args: server_args.ServerArgs) -> tuple[ModelConfig, A
     report.begin("Model")
     model: str = resolution_result(args, "model_path")
     report.add("path", model, model=model)
-    check_directory(model)
-    with _explain(f"the model {model} cannot be read"):
+    with _explain(f"the model {model!r} does not exist, or cannot be read"):
         config = ModelConfig.from_server_args(args)
     text = config.hf_text_config
     layers = text.num_hidden_layers
@@ -168,13 +166,12 @@ def _judge(report: Report, adapter: Adapter, argument: Callable[..., object]) ->
     own = map(argument, ("prefill_attention_backend", "decode_attention_backend"))
     attention = sorted({str(name or common) for name in own})
     report.add("attention backend", ", ".join(attention), attention=attention)
-    admitted = list_admitted(adapter.ATTENTION_BACKENDS)
-    known = (backend.flags for backend in admitted if backend.may_run_tail)
+    entries = adapter.ATTENTION_BACKENDS.values()
+    known = (entry.flags for entry in entries if entry.is_admitted and entry.may_run_tail)
     if others := sorted({*attention}.difference(*known)):
-        flags = ", ".join(flag for backend in admitted for flag in backend.flags)
         report.unknowns.append(
-            f"attention by {', '.join(others)}: known when a server has built it. Admitted for "
-            f"this model are {flags}, and hybrids of them"
+            f"attention by {', '.join(others)}: known when a server has built it. docs/modes.md "
+            "lists the admitted backends"
         )
 
 

@@ -80,11 +80,6 @@ def make_table(entries: Iterable[Backend]) -> BackendTable:
     return {entry.path: entry for entry in entries}
 
 
-def list_admitted(table: BackendTable) -> list[Backend]:
-    """Return the entries that are admitted for prefills."""
-    return [entry for entry in table.values() if entry.is_admitted]
-
-
 def get_path(kind: type) -> str:
     """Return a class's name with its module; other packages have classes of the same name."""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -63,7 +63,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as failure:  # their messages name the remedy
-        raise CommandError(f"--model-path {model} has no tokenizer: {failure}") from failure
+        raise CommandError(
+            f"--model-path {model!r} does not exist, or has no tokenizer: {failure}"
+        ) from failure
 
 
 def make_prompts(

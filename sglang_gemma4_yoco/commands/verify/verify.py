@@ -41,7 +41,7 @@ from itertools import product
 from pathlib import Path
 
 from sglang_gemma4_yoco import COMMIT, __version__, counters
-from sglang_gemma4_yoco.commands.console import CommandError, Document, check_directory, say
+from sglang_gemma4_yoco.commands.console import CommandError, Document, say
 from sglang_gemma4_yoco.commands.redact import redact, show_flags
 from sglang_gemma4_yoco.commands.verify import prompts as kinds
 from sglang_gemma4_yoco.commands.verify import report, servers
@@ -396,7 +396,6 @@ def serve_both(args: argparse.Namespace, document: Document) -> tuple[list[Promp
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise CommandError if an argument is wrong, before anything is started or written."""
-    check_directory(args.model_path)
     for flag in args.flags:
         if f"{flag} ".startswith(_OWN_FLAGS):
             raise CommandError(

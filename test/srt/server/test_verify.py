@@ -295,7 +295,10 @@ def test_the_switch_is_checked(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model-path", "/no/such/model"], "directory /no/such/model does not exist"),
+        (
+            ["--model-path", "/no/such/model"],
+            "--model-path '/no/such/model' does not exist, or has no tokenizer: ",
+        ),
         (["--model-path", "{tmp}"], " has no tokenizer: "),
         (["--prompts", "{tmp}/none"], "No such file or directory: '"),
         (["--prompts", "{tmp}/empty"], "/empty has no prompt"),
