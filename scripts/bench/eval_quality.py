@@ -9,11 +9,13 @@ differ; accuracy should not. The two runs of off differ if concurrent questions 
 differently: that is the baseline without fast prefill. ``--concurrency 1`` asks one question at a
 time.
 
-    python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it   # one after the other
-    python scripts/bench/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
+    python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it
+
+The servers run one after the other, each alone on the machine.
 
 Output contract: text for people on stdout; the last line is one JSON document. Exit status: 0 if
-both servers have answered, rightly or not; 2 if the run failed. lm-eval downloads GSM8K, unless
+both servers have answered, rightly or not, and the fast path was active on one of them; 2 if the
+run failed. lm-eval downloads GSM8K, unless
 ``--questions`` names a file with a question and an answer per line of JSON. Needs the dependency
 group ``eval``, which the environment of ``scripts/run_tests.py`` has.
 """
@@ -25,8 +27,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,43 +121,29 @@ def compare(found: Mapping[str, Answers]) -> dict[str, Any]:
     return figures
 
 
-@contextmanager
-def served(args: argparse.Namespace, directory: Path, way: str) -> Iterator[str]:
-    """Yield the address of a server: a given one, or one of ``--model``, alone on the machine."""
-    url = vars(args)[way]
-    if url is not None:
-        yield url.rstrip("/")
-        return
-    arguments = ["--model-path", args.model, *args.flags]
-    log = directory / f"server-{way}.log"
-    server = Server(way == "on", arguments, find_free_ports(1)[0], log)
-    with run_servers([server], 1800):
-        yield server.url
-        check_switch(server)
-
-
 def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Ask both servers, stock twice; return the document with the comparison."""
+    """Ask both servers, stock twice; return the document with the comparison.
+
+    Its ``prefills`` are those of the fast server, by outcome.
+    """
     found = {}
-    for way in ("off", "on"):
-        with served(args, directory, way) as url:
-            found[way] = ask_gsm8k(args, url)
-            if way == "off":
-                found["again"] = ask_gsm8k(args, url)
-    document = {**origin(), "model": args.model, "active": None}
-    if args.model is not None:  # unknown for servers that were started elsewhere
-        document["active"] = True
-    document["gsm8k"] = compare(found)
-    return document
+    arguments = ["--model-path", args.model, *args.flags]
+    for ways in (("off", "again"), ("on",)):
+        log = directory / f"server-{ways[0]}.log"
+        server = Server(ways[0] == "on", arguments, find_free_ports(1)[0], log)
+        with run_servers([server], 1800):
+            for way in ways:
+                found[way] = ask_gsm8k(args, server.url)
+            prefills = check_switch(server)
+    document = {**origin(), "model": args.model, "prefills": prefills}
+    return document | {"gsm8k": compare(found)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask, compare, print; return the exit status."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--model", help="a checkpoint to serve, off and then on")
-    add("--off", metavar="URL", help="a server with the fast path off")
-    add("--on", metavar="URL", help="a server with the fast path on")
+    add("--model", required=True, help="a checkpoint to serve, off and then on")
     add("--questions", type=Path, metavar="FILE", help="instead of GSM8K's own")
     add("--limit", type=int, metavar="N", help="the first N questions")
     add("--chat", action="store_true", help="through the chat template")
@@ -165,8 +152,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("flags", nargs="*", metavar="-- FLAG", help="more flags for both servers")
     args = parser.parse_args(argv)
     learn_secrets(args.flags)
-    if (args.off is None) != (args.on is None) or (args.off is None) == (args.model is None):
-        parser.error("name either --model, or both --off and --on")
     with tempfile.TemporaryDirectory() as directory:
         try:
             print(json.dumps(run(args, Path(directory))))
