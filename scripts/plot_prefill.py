@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the prefill speedup by prompt length, on a CPU and on GPUs, and memory in a long run.
+"""Draw the prefill speedup by prompt length, on a CPU and on GPUs.
 
 Two pictures show stock's time divided by fast prefill's, against the prompt length. Each is drawn
 for light and for dark pages (``*_dark.svg``). Needs Matplotlib, each release of which draws a
@@ -10,8 +10,6 @@ different file.
   line of the same colour.
 - predicted.svg, from ``predicted.json``: the model's prediction for an H200, with its range, and
   measurements on GPUs, our own (dots) and others' (crosses).
-- soak.svg, from the result file ``soak_*.json``: the memory of a fast server's processes and the
-  size of its log, less what they were after a tenth of the requests; a stock one's as dashed lines.
 """
 
 from __future__ import annotations
@@ -98,18 +96,6 @@ def draw_predicted(axes: Any) -> None:
     label_ratios(axes)
 
 
-def draw_soak(axes: Any) -> None:
-    """Draw the memory of two servers' processes in a long run, and the size of their logs."""
-    [document] = load_results("soak_*.json")
-    sizes = [name for name in document["growth"] if name.startswith("kB")]
-    for server, style in (("fast", "-"), ("stock", "--")):
-        for number, name in enumerate(sizes):
-            series = document[server]["series"][name]
-            grown = [size - series[len(series) // 10] for size in series]
-            axes.plot(grown, style, color=f"C{number}", label=f"{name}, {server}")
-    axes.set(xlabel="blocks of requests", ylabel="growth, kB")
-
-
 def draw_line(axes: Any, label: str, points: list[dict[str, Any]]) -> None:
     """Draw ratio and ceiling of one model and batch size."""
     lengths, ratios, below, above = [], [], [], []
@@ -125,7 +111,7 @@ def draw_line(axes: Any, label: str, points: list[dict[str, Any]]) -> None:
     axes.plot(lengths, ceilings, "--", color=colour, label=f"{label}: ceiling")
 
 
-_CONTENTS = {"prefill": draw_measured, "predicted": draw_predicted, "soak": draw_soak}
+_CONTENTS = {"prefill": draw_measured, "predicted": draw_predicted}
 _STYLES = {".svg": "default", "_dark.svg": "dark_background"}
 #: File -> function that draws its contents, and Matplotlib's style.
 PICTURES = {
