@@ -74,17 +74,14 @@ def check_first(python: Path) -> bool:
 def run_beside(silent: Sequence[str | Path], shown: Sequence[str | Path]) -> bool:
     """Run two commands at once; return True if both succeeded.
 
-    The output of ``silent`` is printed after both have ended. If this is interrupted, both end.
+    The output of ``silent`` is printed after both have ended.
     """
     with (
         tempfile.TemporaryFile("w+") as output,
         subprocess.Popen(silent, cwd=REPO, stdout=output, stderr=subprocess.STDOUT) as process,
     ):
-        try:
-            succeeded = run(*shown)
-            status = process.wait()
-        finally:
-            process.kill()  # no-op if it has ended
+        succeeded = run(*shown)
+        status = process.wait()
         output.seek(0)
         say(f"$ {shlex.join(map(str, silent))}\n{output.read().rstrip()}")
     return succeeded and status == 0

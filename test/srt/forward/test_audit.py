@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,9 +21,10 @@ from harness.forwards import (
     TWO_PROMPTS,
     InjectedError,
     assert_stock,
+    outcomes,
     state_of,
 )
-from harness.layer_rows import FIRST_CUT, LAYERS, whole
+from harness.layer_rows import FIRST_CUT
 from harness.observe import run
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, counters, log, metrics
@@ -38,21 +41,42 @@ def test_what_is_right_agrees(engine: Engine, name: str) -> None:
     assert 0 < counters.served.worst_audit < 0.5  # half of the tolerance
 
 
-def test_both_chunks_of_steady_prompts_are_audited(engine: Engine) -> None:
-    """Of nine first chunks and nine second ones, about one of four each."""
-    prompts, seen = batch_of((0, 40), to_come=tuple(range(50, 71))), Counter[tuple[int, ...]]()
-    with audited(engine, every=4):
-        for _ in range(9):
+def test_the_first_of_each_outcome_is_audited_and_then_one_of_n(engine: Engine) -> None:
+    """Of the same two chunks, both are audited the first time, and then none of a billion."""
+    prompts = batch_of((0, 40), to_come=tuple(range(50, 71)))
+    with audited(engine, every=10**9):
+        for times in (1, 2):
             batch = engine.schedule(prompts)
-            seen[tuple(run(engine, batch, "1").rows)] += 1
-            batch = engine.next_chunk(batch, prompts)
-            seen[tuple(run(engine, batch, "1").rows)] += 1
-    first, second, kept = [40] * FIRST_CUT, [21] * FIRST_CUT, [1] * (LAYERS - FIRST_CUT)
-    cut = seen[(*first,)], seen[(*second, *kept)]
-    audits = seen[(*first, *whole(40))], seen[(*second, *kept, *whole(21), *kept)]
-    assert min(cut) > 0 < min(audits)
-    assert [sum(both) for both in zip(cut, audits, strict=True)] == [9, 9]
-    assert counts() == (sum(audits), 0)
+            run(engine, batch, "1")
+            run(engine, engine.next_chunk(batch, prompts), "1")
+            assert outcomes() == {counters.TAIL_SKIPPED: times, counters.TAIL_EAGER: times}
+    assert counts() == (2, 0)
+
+
+@pytest.mark.parametrize("every", [1, 3, 30])
+def test_one_of_n_of_any_rhythm(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """Of prompts of three chunks each chunk is audited, and a rare outcome the first time."""
+    state: Any = SimpleNamespace(counters=counters.Counters(logs=False))
+    plan: Any = SimpleNamespace()
+    audits = Counter[str]()
+
+    def note(*_: object) -> None:
+        audits[plan.name] += 1
+
+    monkeypatch.setattr(audit.Auditor, "_audit", note)
+    auditor: Any = audit.Auditor(state, every, Random(0))
+    for plan.name in ["first", "second", "last"] * 3000 + ["rare"]:
+        plan.outcome = "active_intermediate_chunk"
+        if plan.name in ("last", "rare"):
+            plan.outcome = plan.name
+        auditor(None, plan, None)
+        state.counters.count_cut(str, plan.outcome, computed=1, skipped=1)
+    assert audits.pop("rare") == 1
+    # Six standard deviations of 3,000 draws.
+    spread = 6 * (3000 * (1 / every) * (1 - 1 / every)) ** 0.5
+    assert len(audits) == 3
+    for count in audits.values():
+        assert abs(count - 3000 / every) <= spread + 1
 
 
 # ---------------------------------------------------------------- differences

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -61,25 +59,6 @@ def test_either_command_may_fail(mypy: int, tests: int, capfd: pytest.CaptureFix
     assert passed is (mypy == tests == 0)
     lines = capfd.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith("$ ")] == ["shown one", "silent one"]
-
-
-def test_an_interrupt_ends_the_silent_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one is in the terminal's foreground, like this process."""
-    processes = list[subprocess.Popen[str]]()
-    start = subprocess.Popen
-
-    def record(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
-        processes.append(start(*args, **kwargs))
-        return processes[0]
-
-    def interrupt(*_: object) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess, "Popen", record)
-    monkeypatch.setattr(run_tests, "run", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_tests.run_beside(["sleep", "60"], [])
-    assert processes[0].wait(timeout=20) == -signal.SIGKILL
 
 
 @pytest.mark.release

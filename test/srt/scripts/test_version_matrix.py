@@ -48,16 +48,10 @@ def test_everything_names_the_same_newest_release() -> None:
 
 
 def test_supported_and_newer_releases_are_tried_each_week() -> None:
-    """A range that names a pre-release admits pre-releases; another one does not."""
     workflow = (environment.REPO / ".github" / "workflows" / "releases.yml").read_text()
     [listed] = re.findall(r"sglang:\s+\[(.*)\]", workflow)
     names = [name.strip(' "') for name in listed.split(",")]
     assert names == [*version_matrix.VERSIONS, *environment.NEWEST]
-    found = {}
-    for name, wanted in environment.NEWEST.items():
-        specifier = Requirement(wanted).specifier
-        found[name] = [str(one) for one in specifier.filter(["0.5.16", NEWEST, "0.9.0rc1"])]
-    assert found == {"newest": [NEWEST], "prerelease": [NEWEST, "0.9.0rc1"]}
 
 
 @pytest.mark.parametrize("name", ["newest", "prerelease", NEWEST])

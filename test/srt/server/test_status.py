@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import StreamRequestHandler, TCPServer
 from typing import Any
 
 import pytest
+from pytest_httpserver import HTTPServer
 
 from harness.ask import generate, tokens
 from harness.documented import sample
@@ -29,6 +30,8 @@ from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.metrics import make_label
 
 Captured = pytest.CaptureFixture[str]
+# It would write each request to stderr.
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
 
 
 def report(capsys: Captured, *arguments: str) -> tuple[int, list[str], list[str]]:
@@ -149,7 +152,6 @@ def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> 
     code, out, err = report(capsys, off_server.url)
     assert (code, err) == (1, [])
     assert out[-1] == f"The server does not say whether the fast path is active: {NO_ENTRY}"
-    assert "SGLANG_GEMMA4_YOCO=0" in out[-1]
     code, [line], _ = report(capsys, "--json", off_server.url)
     document = json.loads(line)
     assert (code, document["active"], document["reason"]) == (1, None, NO_ENTRY)
@@ -165,31 +167,17 @@ def http(code: int, document: Any, certificate: Path | None = None) -> Iterator[
 
     With a certificate, the server speaks https; it is one for localhost.
     """
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.headers["Authorization"] == "Bearer right" else code)
-            self.end_headers()
-            self.wfile.write(json.dumps(document).encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    url = f"http://127.0.0.1:{server.server_port}"
+    context = None
+    place = "http://127.0.0.1"
     if certificate is not None:
-        url = f"https://localhost:{server.server_port}"
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield url
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        place = "https://localhost"
+    right = {"Authorization": "Bearer right"}
+    with HTTPServer("127.0.0.1", ssl_context=context) as server:
+        server.expect_request("/server_info", headers=right).respond_with_json(document)
+        server.expect_request("/server_info").respond_with_json(document, code)
+        yield f"{place}:{server.port}"
 
 
 ACTIVE = {"internal_states": [{ENTRY: {"active": True}}]}

@@ -90,11 +90,7 @@ BESIDE_OTHERS: list[tuple[dict[str, Any], object]] = [
     (DRAFTS | LAST, HIDDEN_STATES_OF_DRAFTS),
     ({"kv_canary": "log"}, arguments.CANARY),
     ({"kv_canary": "raise"}, arguments.CANARY),
-    # The flag is named, and the variable.
-    (
-        {"enable_lmcache": True},
-        "a cache that may load K and V while layers run (--enable-lmcache)",
-    ),
+    # The variable is named, as flags are (see ``TYPED``).
     (
         {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": True},
         "K and V that may get their memory after CUDA graphs are captured "

@@ -18,7 +18,7 @@ import pytest
 from harness.found import outcome, position
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
 from sglang_gemma4_yoco import counters, settings
-from sglang_gemma4_yoco.commands import https, main
+from sglang_gemma4_yoco.commands import https
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.verify import prompts, report, servers, verify
 from sglang_gemma4_yoco.commands.verify.comparison import (
@@ -106,14 +106,6 @@ def test_timed_prompts_share_no_first_token(tokenizer: Any) -> None:
 
 
 # ---------------------------------------------------------------- servers
-
-
-def test_help_names_the_variable_of_the_key(capsys: pytest.CaptureFixture[str]) -> None:
-    """On a command line ``ps`` would show a key."""
-    for command in ("verify", "status"):
-        with pytest.raises(SystemExit):
-            main.main([command, "--help"])
-        assert https.API_KEY in capsys.readouterr().out
 
 
 def test_no_prefill_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
