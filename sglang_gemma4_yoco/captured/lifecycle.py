@@ -120,8 +120,5 @@ def _capture_and_check(runner: ModelRunner, state: ModelState, check_graphs: _Ch
     if reason is not None:
         return reason
     state.report.tail_mode = f"captured for up to {captured.sizes[-1]} rows"
-    log.log_once(
-        f"YOCO fast prefill: the tail is captured from layer {state.cut_layer} on for "
-        f"{', '.join(map(str, captured.sizes))} rows"
-    )
+    log.log_once(f"YOCO fast prefill: the tail is {state.report.tail_mode}")
     return None
