@@ -402,16 +402,31 @@ def test_what_is_found_at_start(
 def test_a_capture_that_fails(
     tiny_checkpoint: Path, said: Said, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """The server starts without captured prefills, and cuts prefills."""
+    """The server starts without captured prefills, which are freed first, and cuts prefills."""
     stock, captures = BreakableCudaGraphBackend.capture_one, itertools.count(1)
+    capture, drop = compat.server.PrefillCudaGraphRunner.capture, compat.captured_prefills.drop
+    before, alive = captured_prefills(), list[int]()
 
     def capture_one(*args: Any, **kwargs: Any) -> None:
         if next(captures) == at:
             raise torch.cuda.OutOfMemoryError("injected")
         stock(*args, **kwargs)
 
+    def capture_all(runner: Any) -> None:
+        try:
+            capture(runner)
+        except RuntimeError as error:  # as SGLang does for decode steps
+            raise Exception("failed") from error
+
+    def count_and_drop(runner: Any) -> None:
+        alive.append(captured_prefills())
+        drop(runner)
+
     monkeypatch.setattr(BreakableCudaGraphBackend, "capture_one", capture_one)
+    monkeypatch.setattr(compat.server.PrefillCudaGraphRunner, "capture", capture_all)
+    monkeypatch.setattr(compat.captured_prefills, "drop", count_and_drop)
     engine = start_eagerly(tiny_checkpoint)
+    assert alive == [before]
     assert get_global_graph_memory_pool() is None  # no other capture may use it
     assert any(NOT_CAPTURED in line for line in said(logging.WARNING))
     assert serve(engine) == TAIL_EAGER
