@@ -28,7 +28,7 @@ def _narrow(tail):
 # tolerances would hide.
 BUILT = "compat.attention.build_backend(runner, model.layers)"
 CHANGES = {
-    "import logging\n": f"import logging\nfrom copy import copy\n{NARROW}",
+    "import annotations\n": f"import annotations\nfrom copy import copy\n{NARROW}",
     BUILT: f"_narrow({BUILT})",
 }
 
