@@ -15,9 +15,9 @@ The servers run one after the other, each alone on the machine.
 
 Output contract: text for people on stdout; the last line is one JSON document. Exit status: 0 if
 both servers have answered, rightly or not, and the fast path was active on one of them; 2 if the
-run failed. lm-eval downloads GSM8K, unless
-``--questions`` names a file with a question and an answer per line of JSON. Needs the dependency
-group ``eval``, which the environment of ``scripts/run_tests.py`` has.
+run failed. lm-eval downloads GSM8K, unless ``--questions`` names a file with a question and an
+answer per line of JSON. Needs the dependency group ``eval``, which the environment of
+``scripts/run_tests.py`` has.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             for way in ways:
                 found[way] = ask_gsm8k(args, server.url)
             prefills = check_switch(server)
-    document = {**origin(), "model": args.model, "prefills": prefills}
-    return document | {"gsm8k": compare(found)}
+    about = {"model": args.model, "prefills": prefills}
+    return {**origin(), **about, "gsm8k": compare(found)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
