@@ -34,11 +34,11 @@ def keep_if_cut(stock: compat.Method) -> compat.Method:
             if not _are_on(self) or not compat.server.is_single_rank():
                 raise
             log.log_failure("YOCO fast prefill: the capture of CUDA graphs failed", failure)
-            # They keep what was captured alive. SGLang raises another exception for an error.
-            error: BaseException | None = failure
-            while error:
-                traceback.clear_frames(error.__traceback__)
-                error = error.__context__
+            # They keep what was captured alive. SGLang raises another exception for an error. No
+            # loop follows the contexts, which may form a circle.
+            for error in (failure, failure.__context__):
+                if error:
+                    traceback.clear_frames(error.__traceback__)
             # PyTorch rejects a pool whose graphs are gone.
             compat.captured_prefills.set_global_graph_memory_pool(None)
             _drop(self, NOT_CAPTURED)
